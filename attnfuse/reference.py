@@ -1,0 +1,84 @@
+"""The plain meaning of a spec, evaluated densely in PyTorch: the oracle of every test. Writes the whole T×T matrix."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .philox import keep_factor
+from .program import Env, evaluate
+from .spec import Access, AttentionSpec, dtype_of
+
+
+def positions(spec: AttentionSpec, sizes: dict[str, int], device: torch.device, order: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """For each axis of `order` its positions, shaped to broadcast along that dimension."""
+    return {name: torch.arange(sizes[name], device=device).view([-1 if n == k else 1 for n in range(len(order))])
+            for k, name in enumerate(order)}
+
+
+def batch_index(spec: AttentionSpec, axes: dict[str, torch.Tensor], sizes: dict[str, int], like: torch.Tensor) -> torch.Tensor:
+    """Row-major number of the position along the batch axes: what dropout counts by."""
+    linear = torch.zeros_like(like)
+    for name in spec.batch:
+        linear = linear * sizes[name] + axes[name]
+    return linear
+
+
+def reference(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None = None, *,
+              dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The result of an attention, shape (batch…, i, e).
+
+    Args:
+        spec: the meaning.
+        operands: the tensors it reads, in the order of `spec.operands`.
+        sizes: integers in the order of `spec.size_names`.
+        seed: int64 tensor of one element; needed where the spec drops weights.
+        dtype: dtype of all arithmetic; by default that of the contract (float32, float64 for float64 attention).
+            ``torch.float64`` makes this the oracle. The result has this dtype if it is given, else `spec.out_dtype`.
+
+    Raises:
+        ValueError: wrong number of operands or sizes, or a missing seed.
+    """
+    check_call(spec, operands, sizes, seed)
+    work = dtype or spec.compute_dtype
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    device = operands[spec.query.operand].device
+    read = lambda operand, index: operands[operand][index] if index else operands[operand]
+    full = (*spec.batch, "i", "j")
+    axes = positions(spec, named, device, full)
+
+    def gather(access: Access, row: str, column: str) -> torch.Tensor:
+        order = (*spec.batch, row, column)
+        env = Env(positions(spec, named, device, order), named, read, work, device)
+        index = tuple(evaluate(x, env) for x in access.index)
+        return operands[access.operand][index].to(work).expand([named[a] for a in order])
+
+    query, key, value = gather(spec.query, "i", "d"), gather(spec.key, "j", "d"), gather(spec.value, "j", "e")
+    keep = None
+    if seed is not None:
+        batch = batch_index(spec, axes, named, axes["i"])
+        keep = lambda stream, p: keep_factor(seed, stream, p, batch, axes["i"], axes["j"], work)
+    shape = [named[a] for a in full]
+    env = Env(axes, named, read, work, device, dot=query @ key.transpose(-1, -2), keep=keep)
+    score = evaluate(spec.score, env).expand(shape)
+    for term in spec.extra_terms:
+        score = torch.cat([score, evaluate(term, env).expand([*shape[:-1], 1])], -1)
+    weight = torch.softmax(score, -1)[..., :named["j"]]
+    if spec.empty_rows == "zero":
+        weight = torch.where((score == float("-inf")).all(-1, keepdim=True), 0.0, weight)
+    weight = evaluate(spec.weight, Env(axes, named, read, work, device, weight=weight, keep=keep)).expand(shape)
+    out = weight @ value
+    return out.to(dtype or dtype_of(spec.out_dtype))
+
+
+def check_call(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None) -> None:
+    """Raise ValueError where the arguments of a call do not fit the spec."""
+    if len(operands) != len(spec.operands):
+        raise ValueError(f"the spec reads {len(spec.operands)} operands, got {len(operands)}")
+    if len(sizes) != len(spec.size_names):
+        raise ValueError(f"the spec needs the integers {spec.size_names}, got {len(sizes)}")
+    for tensor, operand in zip(operands, spec.operands, strict=True):
+        if tensor.dim() != operand.rank:
+            raise ValueError(f"operand {operand.name} has rank {tensor.dim()}, the spec says {operand.rank}")
+    if spec.dropouts and seed is None:
+        raise ValueError("the spec drops weights: a seed is needed")

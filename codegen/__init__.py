@@ -1,0 +1,1 @@
+"""From an AttentionSpec to source to a callable: plan, emit, launch."""

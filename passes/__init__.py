@@ -1,0 +1,1 @@
+"""From an FX graph to AttentionSpecs and back: find, region, lift, replace, verify."""
