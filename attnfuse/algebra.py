@@ -1,0 +1,452 @@
+"""Simplification of scalar programs: integers by sympy, everything else by a table of small rules.
+
+Normal form, on which passes and ranges rely: integer arithmetic is an expanded polynomial; comparisons of integers are
+``le(a, b)`` or ``eq(a, b)``; ``not`` stands only before what has no opposite; constants are folded unless the result would
+overflow float32 (two stacked ``finfo.min`` are -inf in float32 and not in float64: the executor decides).
+
+    >>> i, j = axis("i"), axis("j")
+    >>> print(simplify(apply("not", apply("gt", j, i))), "|", simplify(apply("sub", apply("add", i, j), i)))
+    j <= i | j
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import sympy
+
+from .program import FALSE, OPS, TRUE, Expr, apply, axis, const, depends, size, substitute, walk
+
+FLOAT32_MAX = 3.4028234663852886e38
+_ARITHMETIC = frozenset({"add", "sub", "mul", "neg"})
+_NONE = (None, None)
+Bounds = tuple[sympy.Expr | None, sympy.Expr | None]
+
+
+class _FloorDiv(sympy.Function):
+    """Opaque to sympy, so that nothing is assumed about its rounding."""
+
+
+class _Mod(sympy.Function):
+    """Remainder with the sign of the divisor."""
+
+
+class Algebra:
+    """Simplifies under known facts: the lengths of axes (numbers or polynomials in sizes) and least values of sizes.
+
+    Args:
+        lengths: axis name → its length, an integer program without axes; an axis that is not named has length ``|axis|``.
+        least: size name → a number it is never below (default 0).
+    """
+
+    def __init__(self, lengths: Mapping[str, Expr] | None = None, least: Mapping[str, int] | None = None) -> None:
+        self.lengths = dict(lengths or {})
+        self.least = dict(least or {})
+        self._atoms: dict[sympy.Symbol, Expr] = {}
+        self._done: dict[Expr, Expr] = {}
+        self._polys: dict[Expr, sympy.Expr] = {}
+
+    # ---- integers
+
+    def poly(self, expr: Expr) -> sympy.Expr:
+        """An integer program as an expanded polynomial over atoms (axes, sizes, loads, quotients …)."""
+        if expr not in self._polys:
+            self._polys[expr] = self._poly(expr)
+        return self._polys[expr]
+
+    def _poly(self, expr: Expr) -> sympy.Expr:
+        if expr.op == "const":
+            return sympy.Integer(expr.attr)
+        if expr.op in _ARITHMETIC:
+            args = [self.poly(a) for a in expr.args]
+            out = {"add": lambda: args[0] + args[1], "sub": lambda: args[0] - args[1], "mul": lambda: args[0] * args[1],
+                   "neg": lambda: -args[0]}[expr.op]()
+            return sympy.expand(out)
+        if expr.op in ("floordiv", "mod"):
+            return self._divide(expr.op, self.poly(expr.args[0]), self.poly(expr.args[1]))
+        symbol = sympy.Symbol(f"{expr.op}:{expr.attr}" if not expr.args else repr(expr), integer=True)
+        self._atoms[symbol] = expr
+        return symbol
+
+    def _divide(self, op: str, a: sympy.Expr, n: sympy.Expr) -> sympy.Expr:
+        """Take out of a // n or a % n every term that n divides; drop the rest where it is proven to lie in [0, n)."""
+        whole, rest = sympy.Integer(0), sympy.Integer(0)
+        for term in sympy.Add.make_args(a):
+            ratio = sympy.cancel(term / n)
+            if ratio.as_numer_denom()[1] == 1:
+                whole += ratio
+            else:
+                rest += term
+        if rest.is_Integer and n.is_Integer and n > 0:
+            whole, rest = whole + rest // n, rest % n
+        low, high = self.bounds(rest)
+        inside = low is not None and high is not None and self.nonnegative(low) and self.nonnegative(n - 1 - high)
+        if op == "floordiv":
+            return sympy.expand(whole if inside else whole + _FloorDiv(rest, n))
+        return sympy.expand(rest if inside else _Mod(rest, n))
+
+    def expr(self, poly: sympy.Expr) -> Expr:
+        """Back from a polynomial; positive terms first, so that a difference prints as one."""
+        terms = sorted(sympy.Add.make_args(poly), key=lambda t: (t.could_extract_minus_sign(), t.is_number, str(t)))
+        out: Expr | None = None
+        for term in terms:
+            minus = out is not None and term.could_extract_minus_sign()
+            piece = self._product(-term if minus else term)
+            out = piece if out is None else apply("sub" if minus else "add", out, piece)
+        return out or const(0)
+
+    def _product(self, term: sympy.Expr) -> Expr:
+        out: Expr | None = None
+        for factor in sorted(sympy.Mul.make_args(term), key=lambda f: (f.is_number, str(f))):
+            base, power = factor.as_base_exp()
+            for _ in range(int(power)):
+                piece = self._atom(base)
+                out = piece if out is None else apply("mul", out, piece)
+        assert out is not None
+        return out
+
+    def _atom(self, base: sympy.Expr) -> Expr:
+        if base.is_Integer:
+            return const(int(base))
+        if isinstance(base, (_FloorDiv, _Mod)):
+            a, n = (self.expr(x) for x in base.args)
+            return apply("floordiv" if isinstance(base, _FloorDiv) else "mod", a, n)
+        return self._atoms[base]  # type: ignore[index]
+
+    def bounds(self, poly: sympy.Expr) -> Bounds:
+        """Least and greatest value, as polynomials in sizes; None where nothing is known."""
+        low: sympy.Expr | None = sympy.Integer(0)
+        high: sympy.Expr | None = sympy.Integer(0)
+        for term in sympy.Add.make_args(sympy.expand(poly)):
+            a, b = self._term_bounds(term)
+            low = None if low is None or a is None else low + a
+            high = None if high is None or b is None else high + b
+        return low, high
+
+    def _term_bounds(self, term: sympy.Expr) -> Bounds:
+        """Of one product. More than one varying factor counts only where all are known to be non-negative."""
+        low, high, factor = sympy.Integer(1), sympy.Integer(1), sympy.Integer(1)
+        for part in sympy.Mul.make_args(term):
+            base, power = part.as_base_exp()
+            if base.is_Integer:
+                factor *= base ** power
+                continue
+            a, b = self._atom_bounds(base)
+            if power != 1 or (low, high) != (1, 1):
+                if a is None or not self.nonnegative(a) or low is None or not self.nonnegative(low):
+                    return _NONE
+            low = None if low is None or a is None else low * a ** power
+            high = None if high is None or b is None else high * b ** power
+        if factor < 0:
+            low, high = high, low
+        scale = lambda x: None if x is None else sympy.expand(x * factor)
+        return scale(low), scale(high)
+
+    def _atom_bounds(self, base: sympy.Expr) -> Bounds:
+        if isinstance(base, _Mod):
+            positive = self.nonnegative(base.args[1] - 1)
+            return (sympy.Integer(0), base.args[1] - 1) if positive else _NONE
+        if isinstance(base, _FloorDiv):
+            a, b = self.bounds(base.args[0])
+            n = base.args[1]
+            if not self.nonnegative(n - 1):
+                return _NONE
+            floor = lambda x: x // n if x is not None and x.is_Integer and n.is_Integer else None
+            low = floor(a) if floor(a) is not None else sympy.Integer(0) if a is not None and self.nonnegative(a) else None
+            return low, floor(b)
+        expr = self._atoms.get(base)  # type: ignore[arg-type]
+        if expr is None:
+            return _NONE
+        if expr.op == "axis":
+            name = str(expr.attr)
+            return sympy.Integer(0), self.poly(self.lengths.get(name, size(name))) - 1
+        if expr.op == "size":
+            return base, base           # kept as a symbol: nonnegative() knows its least value
+        if expr.op == "int" and expr.args[0].kind == "bool":
+            return sympy.Integer(0), sympy.Integer(1)
+        return _NONE
+
+    def nonnegative(self, poly: sympy.Expr) -> bool:
+        """Whether a polynomial in sizes is proven to be >= 0: every coefficient is, once sizes are written as least + t."""
+        poly = sympy.expand(poly)
+        if poly.is_Integer:
+            return bool(poly >= 0)
+        shift = {}
+        for symbol in poly.free_symbols:
+            expr = self._atoms.get(symbol)  # type: ignore[arg-type]
+            if expr is None or expr.op != "size":
+                return False
+            least = self.least.get(str(expr.attr), 1 if str(expr.attr) in _AXIS_NAMES else 0)
+            shift[symbol] = symbol + least
+        if poly.atoms(_FloorDiv, _Mod):
+            return False
+        return all(c >= 0 for c in sympy.Poly(poly.subs(shift, simultaneous=True), *shift).coeffs())
+
+    def affine(self, expr: Expr, axes: tuple[str, ...]) -> tuple[dict[str, Expr], Expr] | None:
+        """`expr` = Σ coefficient·axis + rest with coefficients and rest free of `axes`; None where it is not of this form."""
+        poly = self.poly(expr)
+        symbols = {}
+        for name in axes:
+            symbols[name] = self.poly(axis(name))
+        out: dict[str, Expr] = {}
+        for name, symbol in symbols.items():
+            coefficient = poly.coeff(symbol, 1)
+            poly = sympy.expand(poly - coefficient * symbol)
+            out[name] = self.expr(coefficient)
+        rest = self.expr(poly)
+        if any(depends(x) & set(axes) for x in (rest, *out.values())):
+            return None
+        return out, rest
+
+    # ---- everything
+
+    def simplify(self, expr: Expr) -> Expr:
+        """The normal form of a program."""
+        for node in walk(expr):
+            if node in self._done:
+                continue
+            new = Expr(node.op, tuple(self._done[a] for a in node.args), node.attr, node.kind) if node.args else node
+            out = self._step(new)
+            self._done[node] = out if out == new else self.simplify(out)
+            self._done.setdefault(self._done[node], self._done[node])
+        return self._done[expr]
+
+    def _step(self, node: Expr) -> Expr:
+        if node.op in OPS and all(a.op == "const" for a in node.args):
+            folded = _fold(node)
+            if folded is not None:
+                return folded
+        if node.kind == "int" and node.op in _ARITHMETIC | {"floordiv", "mod"}:
+            return self.expr(self.poly(node))
+        rule = _RULES.get(node.op)
+        return (rule(self, node) if rule else None) or node
+
+    def compare(self, node: Expr) -> Expr | None:
+        """le and eq of integers: decided where the bounds allow, else with the terms sorted onto both sides."""
+        a, b = node.args
+        if a.kind != "int" or b.kind != "int":
+            return None
+        gap = sympy.expand(self.poly(b) - self.poly(a))
+        low, high = self.bounds(gap)
+        if node.op == "le":
+            if low is not None and self.nonnegative(low):
+                return TRUE
+            if high is not None and self.nonnegative(-high - 1):
+                return FALSE
+        else:
+            if gap == 0:
+                return TRUE
+            if (low is not None and self.nonnegative(low - 1)) or (high is not None and self.nonnegative(-high - 1)):
+                return FALSE
+        # Negative terms go to the left; where there are none, the constant does.
+        left = sympy.Add(*(-t for t in sympy.Add.make_args(gap) if t.could_extract_minus_sign() and not t.is_number))
+        if left == 0:
+            left = -gap.as_coeff_Add()[0]
+        return apply(node.op, self.expr(left), self.expr(sympy.expand(gap + left)))
+
+
+_AXIS_NAMES = frozenset({"i", "j", "d", "e"})
+
+
+def _fold(node: Expr) -> Expr | None:
+    """The value of an operation on constants, or None where it is better left to the executor."""
+    values = [a.attr for a in node.args]
+    try:
+        out = _FOLD[node.op](*values)
+    except (KeyError, ValueError, OverflowError, ZeroDivisionError):
+        return None
+    if node.kind == "float":
+        out = float(out)
+        finite = all(math.isfinite(v) for v in values)  # type: ignore[arg-type]
+        if math.isnan(out) or (finite and abs(out) > FLOAT32_MAX and any(abs(v) > 1 for v in values)):  # type: ignore[arg-type, operator]
+            return None
+        return const(out)
+    return const(bool(out)) if node.kind == "bool" else const(int(out))
+
+
+_FOLD: dict[str, Callable[..., float | int | bool]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
+    "floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b, "min": min, "max": max, "pow": lambda a, b: math.pow(a, b),
+    "neg": lambda a: -a, "abs": abs, "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "rsqrt": lambda a: 1 / math.sqrt(a),
+    "tanh": math.tanh, "floor": math.floor, "ceil": math.ceil,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b, "and": lambda a, b: a and b, "or": lambda a, b: a or b,
+    "xor": lambda a, b: a != b, "not": lambda a: not a, "isnan": lambda a: a != a,
+    "where": lambda c, a, b: a if c else b, "float": float, "int": lambda a: math.trunc(a), "bool": lambda a: a != 0,
+}
+
+
+# ---- the rules: each returns the replacement, or None to leave the node
+
+def _is(expr: Expr, value: float) -> bool:
+    return expr.op == "const" and expr.kind != "bool" and expr.attr == value
+
+
+def _add(_: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    return b if _is(a, 0.0) else a if _is(b, 0.0) else None
+
+
+def _sub(_: Algebra, n: Expr) -> Expr | None:
+    return n.args[0] if _is(n.args[1], 0.0) else None
+
+
+def _mul(_: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    if _is(a, 1.0) or _is(b, 1.0):
+        return b if _is(a, 1.0) else a
+    if a.op == "const" and b.op == "mul" and any(x.op == "const" for x in b.args):      # c·(d·x) = (c·d)·x
+        inner = next(x for x in b.args if x.op == "const")
+        other = b.args[1] if b.args[0] is inner else b.args[0]
+        folded = _fold(apply("mul", a, inner))
+        return apply("mul", folded, other) if folded else None
+    return apply("mul", b, a) if b.op == "const" and a.op != "const" else None
+
+
+def _div(_: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    if a.kind != "float" or b.kind != "float":
+        return apply("div", apply("float", a), apply("float", b))
+    return a if _is(b, 1.0) else None
+
+
+def _where(alg: Algebra, n: Expr) -> Expr | None:
+    c, a, b = n.args
+    if c.op == "const":
+        return a if c.attr else b
+    if a == b:
+        return a
+    if c.op == "not":
+        return apply("where", c.args[0], b, a)
+    if n.kind == "bool":
+        if a.op == "const":
+            return apply("or", c, b) if a.attr else apply("and", apply("not", c), b)
+        if b.op == "const":
+            return apply("or", apply("not", c), a) if b.attr else apply("and", c, a)
+    if c.op == "le" and c.args[0].op == "axis" and _is(c.args[1], 0) and alg.simplify(substitute(b, {c.args[0]: const(0)})) == a:
+        return b                                       # the first element agrees with the rule for all others
+    return None
+
+
+def _and(_: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    if FALSE in (a, b):
+        return FALSE
+    return b if a == TRUE else a if b == TRUE or a == b else None
+
+
+def _or(_: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    if TRUE in (a, b):
+        return TRUE
+    return b if a == FALSE else a if b == FALSE or a == b else None
+
+
+def _xor(_: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    if a.op == "const" or b.op == "const":
+        c, x = (a, b) if a.op == "const" else (b, a)
+        return apply("not", x) if c.attr else x
+    return None
+
+
+def _not(_: Algebra, n: Expr) -> Expr | None:
+    (a,) = n.args
+    if a.op == "not":
+        return a.args[0]
+    if a.op in ("and", "or"):
+        return apply("or" if a.op == "and" else "and", *(apply("not", x) for x in a.args))
+    if a.op == "le" and a.args[0].kind == "int":
+        return apply("le", apply("add", a.args[1], const(1)), a.args[0])
+    return None
+
+
+def _eq(alg: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    if a.op == "const" and b.op != "const":
+        return apply("eq", b, a)
+    if a.kind == "bool" and b.kind == "bool":
+        return apply("not", apply("xor", a, b))
+    inner = _from_bool(a)
+    if inner is not None and b.op == "const":          # float(mask) == 0  →  not mask
+        return inner if b.attr == 1 else apply("not", inner) if b.attr == 0 else FALSE
+    return alg.compare(n)
+
+
+def _ne(_: Algebra, n: Expr) -> Expr:
+    return apply("not", apply("eq", *n.args))
+
+
+def _lt(_: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    return apply("le", apply("add", a, const(1)), b) if a.kind == b.kind == "int" else None
+
+
+def _gt(_: Algebra, n: Expr) -> Expr | None:
+    return apply("lt", n.args[1], n.args[0]) if n.args[0].kind == "int" else None
+
+
+def _ge(_: Algebra, n: Expr) -> Expr | None:
+    return apply("le", n.args[1], n.args[0]) if n.args[0].kind == "int" else None
+
+
+def _cast(alg: Algebra, n: Expr) -> Expr | None:
+    (a,) = n.args
+    if a.kind == n.kind:
+        return a
+    inner = _from_bool(a)
+    if inner is not None:
+        return inner if n.op == "bool" else apply(n.op, inner) if a.args[0] is not inner or a.op != n.op else None
+    if n.op == "bool":
+        if a.op == "where" and all(x.op == "const" for x in a.args[1:]):
+            return apply("where", a.args[0], *(apply("bool", x) for x in a.args[1:]))
+        return apply("not", apply("eq", a, const(0))) if a.kind == "int" else None
+    return None
+
+
+def _from_bool(a: Expr) -> Expr | None:
+    """The bool behind float(b), int(b) or float(int(b))."""
+    while a.op in ("float", "int"):
+        a = a.args[0]
+        if a.kind == "bool":
+            return a
+    return None
+
+
+def _minmax(alg: Algebra, n: Expr) -> Expr | None:
+    a, b = n.args
+    if a == b:
+        return a
+    if n.kind == "int":
+        order = alg.compare(apply("le", a, b))
+        if order in (TRUE, FALSE):
+            return (a if order == TRUE else b) if n.op == "min" else (b if order == TRUE else a)
+    return None
+
+
+def _abs(alg: Algebra, n: Expr) -> Expr | None:
+    (a,) = n.args
+    if a.kind == "int":
+        low, high = alg.bounds(alg.poly(a))
+        if low is not None and alg.nonnegative(low):
+            return a
+        if high is not None and alg.nonnegative(-high):
+            return apply("neg", a)
+    return None
+
+
+_RULES: dict[str, Callable[[Algebra, Expr], Expr | None]] = {
+    "add": _add, "sub": _sub, "mul": _mul, "div": _div, "where": _where, "and": _and, "or": _or, "xor": _xor, "not": _not,
+    "eq": _eq, "ne": _ne, "le": Algebra.compare, "lt": _lt, "gt": _gt, "ge": _ge, "float": _cast, "int": _cast, "bool": _cast,
+    "min": _minmax, "max": _minmax, "abs": _abs,
+}
+
+
+def simplify(expr: Expr) -> Expr:
+    """The normal form of a program, with nothing known but that axes run from 0 to their length."""
+    return Algebra().simplify(expr)
+
+
+def affine(expr: Expr, axes: tuple[str, ...]) -> tuple[dict[str, Expr], Expr] | None:
+    """`Algebra.affine` with nothing known about the sizes."""
+    return Algebra().affine(expr, axes)
