@@ -1,0 +1,210 @@
+"""Report: what was found in a model's graphs, what was rewritten, and why the rest was not.
+
+    attnfuse: 2 of 3 attention sites rewritten; 1 graph, 0.31 s in the passes
+      sites  module    source       result
+          2  h.0…1     gpt.py:31    rewritten, equation 1
+          1  pool      gpt.py:58    weights_used: the attention weights are used elsewhere [find, softmax_2]
+      1  out[b0, b1, i, e] = Σ_j p · v[b0, b1, j, e];  p = softmax_j(0.125 * s);  s = Σ_d q[b0, b1, i, d] · k[b0, b1, j, d]
+
+Invariant: every softmax-like node and attention call of a graph has exactly one `Site`, rewritten or with its reason.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .refusal import Refusal
+from .spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where attention was looked for.
+
+    Attributes:
+        rewritten: whether the op now stands for it.
+        reason: why not, where it was not.
+        equation: its meaning, where it was understood (also of a site that was understood and still left alone).
+        module: path of the module in the model, ``"h.3.attn"``.
+        source: ``"file.py:123"``, a line of the user's code.
+        node: name of the anchor in its graph.
+        graph: number of the graph, in the order of compilation.
+        spec: the meaning.
+        layer_hash: equal for regions that were analysed once.
+        notes: remarks, a sentence each.
+    """
+
+    rewritten: bool
+    reason: Refusal | None = None
+    equation: str | None = None
+    module: str = ""
+    source: str = ""
+    node: str = ""
+    graph: int = 0
+    spec: AttentionSpec | None = None
+    layer_hash: str = ""
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON knows."""
+        reason = None if self.reason is None else {
+            "code": self.reason.reason.name.lower(), "text": self.reason.reason.value, "node": self.reason.node,
+            "stage": self.reason.stage, "detail": self.reason.detail}
+        return {"rewritten": self.rewritten, "reason": reason, "equation": self.equation, "module": self.module, "source": self.source,
+                "node": self.node, "graph": self.graph, "spec": None if self.spec is None else json.loads(self.spec.to_json()),
+                "layer_hash": self.layer_hash, "notes": list(self.notes)}
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass over one graph: its name, the seconds it took, and what it has to say."""
+
+    name: str
+    seconds: float
+    note: str = ""
+
+
+@dataclass
+class Report:
+    """What happened to the graphs of a model.
+
+    Attributes:
+        sites: every site, in the order of the graphs.
+        passes: every pass that ran.
+        failures: what went wrong and left a graph as it was, a sentence each.
+        graphs: how many graphs were looked at.
+        snapshots: (name, printed graph), ``captured`` first and then one a pass; only with the setting `dump`.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    graphs: int = 1
+    snapshots: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the passes."""
+        return sum(p.seconds for p in self.passes)
+
+    @property
+    def rewritten(self) -> int:
+        """How many sites were rewritten."""
+        return sum(s.rewritten for s in self.sites)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON knows; the snapshots are left out."""
+        return {"graphs": self.graphs, "rewritten": self.rewritten, "seconds": self.seconds, "sites": [s.to_dict() for s in self.sites],
+                "passes": [{"name": p.name, "seconds": p.seconds, "note": p.note} for p in self.passes], "failures": list(self.failures)}
+
+
+def merge(reports: Iterable[Report]) -> Report:
+    """One report for several graphs, numbered in the order in which they come.
+
+    >>> merge([Report(sites=[Site(True)]), Report(sites=[Site(True)])]).sites[1].graph
+    1
+    """
+    whole = Report(graphs=0)
+    for part in reports:
+        whole.sites += [replace(s, graph=s.graph + whole.graphs) for s in part.sites]
+        whole.passes += part.passes
+        whole.failures += part.failures
+        whole.snapshots += part.snapshots
+        whole.graphs += part.graphs
+    return whole
+
+
+def dump(report: Report, folder: str | os.PathLike[str]) -> Path:
+    """Write a report of one graph and its snapshots under `folder`, and return the new folder.
+
+    The layout is ``graph_000/00_captured.txt, 01_<pass>.txt, …, report.json``; a number that is taken is passed over, so that
+    processes may share the folder. Raises OSError where the folder cannot be written.
+    """
+    number = 0
+    while True:
+        place = Path(folder) / f"graph_{number:03d}"
+        try:
+            place.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+    for order, (name, text) in enumerate(report.snapshots):
+        (place / f"{order:02d}_{name}.txt").write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    (place / "report.json").write_text(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return place
+
+
+# ---- text
+
+def fold(paths: Iterable[str]) -> str:
+    """Several module paths as one pattern, the number that varies given as a range.
+
+    >>> fold(["h.0.attn", "h.1.attn", "h.2.attn"]), fold(["a.0", "a.2"]), fold(["x", "y"])
+    ('h.0…2.attn', 'a.{0,2}', 'x, y')
+    """
+    distinct = list(dict.fromkeys(paths))
+    if len(distinct) <= 1:
+        return distinct[0] if distinct else ""
+    parts = [re.split(r"(\d+)", p) for p in distinct]
+    same_length = len({len(p) for p in parts}) == 1
+    varying = [n for n in range(len(parts[0])) if len({p[n] for p in parts}) > 1] if same_length else []
+    if len(varying) == 1 and varying[0] % 2 == 1:
+        at = varying[0]
+        numbers = sorted(int(p[at]) for p in parts)
+        whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+        middle = f"{numbers[0]}…{numbers[-1]}" if whole else "{" + ",".join(map(str, numbers)) + "}"
+        return "".join(parts[0][:at]) + middle + "".join(parts[0][at + 1:])
+    return ", ".join(distinct) if len(distinct) == 2 else f"{distinct[0]}, …, {distinct[-1]} ({len(distinct)} modules)"
+
+
+def _reason(site: Site) -> str:
+    """The reason as code and text, without the node's name, which differs from layer to layer."""
+    if site.reason is None:
+        return "left as it is"
+    return str(replace(site.reason, node=""))
+
+
+def _groups(sites: Iterable[Site]) -> dict[tuple[bool, str, str], list[Site]]:
+    """Sites that read alike: the rewritten ones by equation, the others by reason and source line."""
+    groups: dict[tuple[bool, str, str], list[Site]] = {}
+    for s in sites:
+        key = (True, s.equation or "", "") if s.rewritten else (False, _reason(s), s.source)
+        groups.setdefault(key, []).append(s)
+    return groups
+
+
+def _head(report: Report) -> str:
+    graphs = f"{report.graphs} graph{'' if report.graphs == 1 else 's'}"
+    cost = f"{graphs}, {report.seconds:.2f} s in the passes"
+    if not report.sites:
+        return f"attnfuse: no candidates; {cost}"
+    plural = "" if len(report.sites) == 1 else "s"
+    return f"attnfuse: {report.rewritten} of {len(report.sites)} attention site{plural} rewritten; {cost}"
+
+
+def _lines(report: Report) -> list[str]:
+    """The readable form: a headline, a row for each group, the equations, the remarks and the failures."""
+    groups = _groups(report.sites)
+    equations = list(dict.fromkeys(s.equation for g in groups.values() for s in g if s.equation))
+    rows = [("sites", "module", "source", "result")] if groups else []
+    for (rewritten, text, _), sites in groups.items():
+        sources = list(dict.fromkeys(s.source for s in sites if s.source))
+        source = sources[0] + (f" (+{len(sources) - 1})" if len(sources) > 1 else "") if sources else ""
+        known = [equations.index(s.equation) + 1 for s in sites[:1] if s.equation]
+        result = "rewritten" if rewritten else text
+        rows.append((str(len(sites)), fold(s.module for s in sites), source, result + (f", equation {known[0]}" if known else "")))
+    widths = [max((len(r[c]) for r in rows), default=0) for c in range(3)]
+    lines = [_head(report)]
+    lines += [f"  {r[0]:>{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]}" for r in rows]
+    lines += [f"  {n}  {e}" for n, e in enumerate(equations, 1)]
+    lines += [f"  note: {text}" for text in dict.fromkeys(x for s in report.sites for x in s.notes)]
+    lines += [f"  failure: {text}" for text in dict.fromkeys(report.failures)]
+    return lines
