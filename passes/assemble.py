@@ -1,0 +1,376 @@
+"""From a recorded slice to an AttentionSpec: find the two products, prove what every axis is, choose the operands.
+
+The axes of the result are called x0, x1, … until their roles are known. Proven roles: ``j`` is what the value product
+sums over and the softmax runs over; ``e`` is the axis that only the values have; ``i`` is one on which neither keys nor
+values depend; ``d`` is what the score product sums over; the others are batch axes.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..algebra import Algebra
+from ..program import Expr, apply, axis, const, depends, linear_in_weight, load, loads, rewrite, size, substitute, walk
+from ..refusal import Reason, Refused
+from ..settings import Settings
+from ..spec import Access, AttentionSpec, Operand
+from . import nodes
+from .lift import SOFTMAXES, Index, Level, Lift, NoRule, Softmax
+from .pointwise import as_kind
+from .region import Region
+from .trace import Value, aten
+from .views import VIEWS
+
+_PRODUCTS = frozenset({aten.bmm.default, aten.mm.default})
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_MOST_EXTRA_TERMS = 16
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """A spec and how to call it: which of the slice's nodes are the operands (numbered inputs first, then body), to which
+    dtype they are cast, the integers of the call over the graph's length symbols, the order of the result's dimensions
+    that gives back the product's, and the nodes that carry the raw scores."""
+
+    spec: AttentionSpec
+    operands: tuple[int, ...]
+    casts: tuple[torch.dtype | None, ...]
+    sizes: tuple[Expr, ...]
+    permutation: tuple[int, ...]
+    scores: tuple[int, ...]
+
+
+@dataclass
+class _Parts:
+    """What one pull of a slice gives, before the axes have roles."""
+
+    lift: Lift
+    weight: Expr
+    score: Expr
+    softmax: Softmax
+    extra: tuple[Expr, ...]
+    values: list[Level]
+    product: Value
+    e: str
+
+
+def assemble(region: Region, values: list[Value | None], least: dict[str, int], settings: Settings) -> Lifted:
+    """The meaning of a slice whose nodes (inputs, then body) have the given recorded values; raises Refused."""
+    out = values[len(region.inputs) + region.body.index(region.product)]
+    if out is None:
+        raise Refused(Reason.FAILED, region.product.name, "lift", "the product is not a tensor")
+    algebra = Algebra({f"x{k}": s for k, s in enumerate(out.shape)}, least)
+    try:
+        lift = Lift(algebra)
+        parts = _pull(lift, out, settings)
+        main = _main_dot(parts)
+        others = {v.number for n, (v, _, _) in enumerate(lift.dots) if n != main} - {lift.dots[main][0].number}
+        lift = Lift(algebra, opaque=others)
+        parts = _pull(lift, out, settings)
+        main = _main_dot(parts)
+        key, query = _sides(parts, main)
+        i = _query_axis(parts, key, query, out)
+        priced = Lift(algebra, opaque=others, price=(i, "j"))
+        parts = _pull(priced, out, settings)
+        main = _main_dot(parts)
+        key, query = _sides(parts, main)
+    except NoRule as e:
+        raise Refused(Reason.UNKNOWN_OP, region.product.name, "lift", str(e)) from e
+    return _Spec(region, values, parts, main, query, key, i, out, settings).build()
+
+
+def _pull(lift: Lift, out: Value, settings: Settings) -> _Parts:
+    """Unfold weights and scores from a general element of the product."""
+    value, index = out, tuple(axis(f"x{k}") for k in range(len(out.shape)))
+    while value.call is not None and value.call.target in VIEWS:
+        value, index = VIEWS[value.call.target](lift, value, value.call, index)
+    if value.call is None or value.call.target not in _PRODUCTS:
+        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", f"ends in {value.call.target if value.call else 'an input'}")
+    left, right = value.call.args[:2]
+    *batch, row, column = index
+    lift.algebra.lengths["j"] = left.shape[-1]
+    sides = [(left, (*batch, row, axis("j"))), (right, (*batch, axis("j"), column))]
+    carrying = [_reaches(s, SOFTMAXES) for s, _ in sides]
+    if carrying.count(True) != 1:
+        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "weights on both sides" if all(carrying) else "no weights on either side")
+    weights, other = sides if carrying[0] else sides[::-1]
+    e = column if carrying[0] else row
+    if e.op != "axis" and lift.algebra.lengths.get("e") is None:
+        if e != const(0):
+            raise Refused(Reason.AXIS_ROLES, "", "lift", f"the values' own axis is {e}")
+        # A value width of one leaves no trace in the index: it is the product's own last (or last but one) dimension.
+        e = axis(f"x{len(out.shape) - (1 if carrying[0] else 2)}")
+    weight = lift.simplify(lift.at(*weights))
+    if lift.found is None or "weight" not in depends(weight):
+        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "the weights could not be read through")
+    score, extra = _scores(lift, lift.found)
+    return _Parts(lift, weight, score, lift.found, extra, lift.levels(*other, depth=str(e.attr)), value, str(e.attr))
+
+
+def _scores(lift: Lift, found: Softmax) -> tuple[Expr, tuple[Expr, ...]]:
+    """The score of key j, and those of columns outside the keys."""
+    source = found.call.args[0]
+    columns, n = source.shape[found.dim], lift.algebra.lengths["j"]
+    more = lift.simplify(apply("sub", columns, n))
+    if more.op != "const" or not 0 <= more.attr <= _MOST_EXTRA_TERMS:  # type: ignore[operator]
+        raise Refused(Reason.SOFTMAX_AXIS, "", "lift", "the values are fewer than the weights")
+    at = lambda x: lift.simplify(lift.at(source, (*found.index[:found.dim], lift.simplify(x), *found.index[found.dim + 1:])))
+    score = as_kind(at(apply("add", axis("j"), const(found.offset))), "float")
+    before = [at(const(c)) for c in range(found.offset)]
+    behind = [at(apply("add", n, const(c))) for c in range(found.offset, int(more.attr))]  # type: ignore[arg-type]
+    extra = tuple(before + behind)
+    if any("dot" in depends(x) or "j" in depends(x) for x in extra):
+        raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "further columns of the softmax are products")
+    return score, extra
+
+
+def _reaches(value: Value, targets: frozenset[Any]) -> bool:
+    """Whether a tensor is computed from the result of one of `targets`."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        if v.number in seen or v.call is None:
+            continue
+        if v.call.target in targets:
+            return True
+        seen.add(v.number)
+        stack.extend(_arguments(v))
+    return False
+
+
+def _arguments(value: Value) -> list[Value]:
+    out: list[Value] = []
+    for a in torch.utils._pytree.tree_leaves((value.call.args, value.call.kwargs) if value.call else ()):
+        if isinstance(a, Value):
+            out.append(a)
+    return out
+
+
+def _main_dot(parts: _Parts) -> int:
+    """The product that is the attention's: one side depends on the key axis and the other does not; the longest sum wins."""
+    used = [x.attr for x in walk(parts.score) if x.op == "dot"]
+    fit: list[tuple[int, int]] = []
+    for n in used:
+        _, call, index = parts.lift.dots[n]  # type: ignore[index]
+        along_j = ["j" in depends(index[-2]), "j" in depends(index[-1])]
+        if along_j.count(True) == 1 and not any("j" in depends(b) for b in index[:-2]):
+            width = call.args[0].shape[-1]
+            fit.append((int(width.attr) if width.op == "const" else 0, int(n)))  # type: ignore[arg-type]
+    if not fit:
+        reason = Reason.AXIS_ROLES if used else Reason.NO_SCORE_PRODUCT
+        raise Refused(reason, "", "lift", "" if used else f"the score is {str(parts.score)[:120]}")
+    return max(fit, key=lambda f: f[0])[1]
+
+
+def _sides(parts: _Parts, main: int) -> tuple[list[Level], list[Level]]:
+    """(key, query): the levels of the score product's two operands."""
+    _, call, index = parts.lift.dots[main]
+    left, right = call.args[:2]
+    *batch, row, column = index
+    parts.lift.algebra.lengths["d"] = left.shape[-1]
+    a = parts.lift.levels(left, (*batch, row, axis("d")), "d")
+    b = parts.lift.levels(right, (*batch, axis("d"), column), "d")
+    return (a, b) if "j" in depends(row) else (b, a)
+
+
+def _uses(level: Level) -> frozenset[str]:
+    return frozenset().union(*(depends(x) for x in level.index))
+
+
+def _query_axis(parts: _Parts, key: list[Level], query: list[Level], out: Value) -> str:
+    """An axis of the result on which neither keys nor values depend: the last one that is not of length 1."""
+    shared = _uses(key[-1]) | _uses(parts.values[-1])
+    free = [k for k in range(len(out.shape)) if f"x{k}" not in shared and f"x{k}" != parts.e]
+    if parts.e not in _uses(parts.values[-1]) and out.shape[int(parts.e[1:])] != const(1):
+        raise Refused(Reason.AXIS_ROLES, "", "lift", "the values do not vary along their own axis")
+    if parts.e in depends(parts.score) | depends(parts.weight):
+        raise Refused(Reason.AXIS_ROLES, "", "lift", "the weights vary along the values' axis")
+    if not free:
+        raise Refused(Reason.AXIS_ROLES, "", "lift", "keys or values vary along every axis of the result")
+    long = [k for k in free if out.shape[k] != const(1)]
+    return f"x{(long or free)[-1]}"
+
+
+@dataclass
+class _Spec:
+    """Chooses operands and writes the spec down under its final names."""
+
+    region: Region
+    nodes: list[Value | None]
+    parts: _Parts
+    main: int
+    query: list[Level]
+    key: list[Level]
+    i: str
+    out: Value
+    settings: Settings
+
+    def build(self) -> Lifted:
+        p = self.parts
+        q = self._choose(self.query, (self.i, "d"), "queries")
+        k = self._choose(self.key, ("j", "d"), "keys")
+        v = self._choose(p.values, ("j", p.e), "values")
+        dot = Expr("dot")
+        for level in (q, k):
+            dot = p.lift.simplify(apply("mul", level.factor, dot))
+        score = p.lift.simplify(substitute(p.score, {Expr("dot", attr=self.main): dot}))
+        weight = p.lift.simplify(apply("mul", v.factor, p.weight))
+        if any(x.op == "dot" and x.attr is not None for x in walk(score)):
+            raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "more than one product in the score")
+        if "keep" in depends(score):
+            raise Refused(Reason.ROW_DEPENDENT, "", "lift", "dropout of scores")
+        if not linear_in_weight(weight):
+            raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", str(weight)[:160])
+        self._check_dropout(weight)
+        return self._named(q, k, v, score, weight)
+
+    def _choose(self, levels: list[Level], inner: tuple[str, str], what: str) -> Level:
+        """The level that saves most, and of those the shallowest; its index must be affine in the tile's two axes."""
+        foreign = {f"x{n}" for n in range(len(self.out.shape))} & {self.i, self.parts.e} | {"j", "d"}
+        fit: list[Level] = []
+        for level in levels:
+            affine = all(self.parts.lift.algebra.affine(x, inner) is not None and not loads(x) for x in level.index)
+            if level.value.nodes and affine and not _uses(level) & (foreign - set(inner)):
+                fit.append(level)
+        if not fit:
+            raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", f"the {what} are no strided view of a tensor of the graph")
+        most = max(level.saved for level in fit)
+        return next(level for level in fit if level.saved == most)
+
+    def _check_dropout(self, weight: Expr) -> None:
+        """Dropout counts by position: every position must have drawn its own number."""
+        axes = {f"x{n}" for n, s in enumerate(self.out.shape) if s != const(1)} - {self.parts.e} | {"j"}
+        for x in walk(weight):
+            if x.op == "keep":
+                drawn = frozenset().union(*(depends(e) for e in self.parts.lift.streams[x.attr[0]][1]))  # type: ignore[index]
+                if not axes <= drawn:
+                    raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "one dropout mask for several heads or rows")
+
+    def _named(self, q: Level, k: Level, v: Level, score: Expr, weight: Expr) -> Lifted:
+        """Rename axes, number operands, name the lengths."""
+        rank = len(self.out.shape)
+        batch = [f"x{n}" for n in range(rank) if f"x{n}" not in (self.i, self.parts.e)]
+        final = {x: f"b{n}" for n, x in enumerate(batch)} | {self.i: "i", self.parts.e: "e"}
+        rename = {axis(x): axis(y) for x, y in final.items()}
+        lengths = self.parts.lift.algebra.lengths
+        axes = {**{final[f"x{n}"]: s for n, s in enumerate(self.out.shape)}, "j": lengths["j"], "d": lengths["d"]}
+        order = [*(f"b{n}" for n in range(len(batch))), "i", "j", "d", "e"]
+        tensors: list[Value] = []
+        casts: list[torch.dtype | None] = []
+        for level in (q, k, v):
+            if level.value not in tensors:
+                tensors.append(level.value)
+                casts.append(level.narrowed)
+        programs = [score, weight, *self.parts.extra]
+        for x in (x for e in programs for x in loads(e)):
+            value = self.parts.lift.values[int(x.attr)]  # type: ignore[arg-type]
+            if value not in tensors:
+                tensors.append(value)
+                casts.append(None)
+        self._check_tensors(tensors, (q, k, v))
+        number = {t.number: n for n, t in enumerate(tensors)}
+        symbols = {s: name for name in reversed(order) for s in [axes[name]] if s.op == "size"}
+        scalars: dict[Expr, str] = {}
+
+        def final_name(x: Expr) -> Expr | None:
+            if x.op == "load":
+                return load(number[int(x.attr)], x.args, x.kind)  # type: ignore[arg-type]
+            if x.op == "size":
+                if x.kind != "int":
+                    raise Refused(Reason.DYNAMIC, "", "lift", f"a symbolic number {x.attr}")
+                return size(symbols[x]) if x in symbols else size(scalars.setdefault(x, f"n{len(scalars)}"))
+            return rename.get(x)
+
+        done = lambda e: rewrite(e, final_name)
+        access = lambda level: Access(number[level.value.number], tuple(done(x) for x in level.index))
+        product = self.parts.lift.dots[self.main][0].dtype
+        wide = lambda n: (casts[n] or tensors[n].dtype)
+        spec = AttentionSpec(
+            batch=tuple(order[:len(batch)]),
+            operands=tuple(Operand(_label(n, t), str(wide(n)).removeprefix("torch."), len(t.shape)) for n, t in enumerate(tensors)),
+            query=access(q), key=access(k), value=access(v), score=done(score), weight=done(weight),
+            extra_terms=tuple(done(as_kind(x, "float")) for x in self.parts.extra),
+            empty_rows="zero" if self.parts.softmax.call.target is aten._safe_softmax.default or self.settings.fully_masked_rows == "zero" else "nan",
+            qk_dtype=str(product).removeprefix("torch."), pv_dtype=str(self.parts.product.dtype).removeprefix("torch."),
+            out_dtype=str(self.out.dtype).removeprefix("torch."), scalars=tuple(scalars.values()),
+            out_order=self._layout(final, rank))
+        if len(spec.programs) and sum(1 for e in spec.programs for _ in walk(e)) > 4000:
+            raise Refused(Reason.UNKNOWN_OP, "", "lift", "the score program grew too large")
+        local = {id(n): k for k, n in enumerate([*self.region.inputs, *self.region.body])}
+        inverse = [spec.out_axes.index(final[f"x{n}"]) for n in range(rank)]
+        return Lifted(spec, tuple(local[id(t.nodes[0])] for t in tensors), tuple(casts),
+                      tuple(axes[name] for name in order) + tuple(scalars), tuple(inverse), self._score_nodes(local))
+
+    def _check_tensors(self, tensors: list[Value], products: tuple[Level, ...]) -> None:
+        """Kinds, devices, and that no operand is itself made from the scores."""
+        for level in products:
+            if level.value.dtype not in _FLOATS:
+                raise Refused(Reason.DTYPE, _first(level.value), "lift", str(level.value.dtype))
+        devices = {t.device for t in tensors}
+        if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+            raise Refused(Reason.DEVICE, "", "lift", ", ".join(sorted(map(str, devices))))
+        chain = {self.parts.lift.dots[self.main][0].number, self.parts.softmax.value.number}
+        for t in tensors:
+            if _made_from(t, chain):
+                raise Refused(Reason.ROW_DEPENDENT, _first(t), "lift", "an operand is computed from the scores")
+
+    def _layout(self, final: dict[str, str], rank: int) -> tuple[int, ...]:
+        """Memory order of the op's result. Eager's product is contiguous; where every consumer permutes it and makes that
+        contiguous (the usual merge of heads), the permuted order saves the copy."""
+        axes = [*(f"b{n}" for n in range(rank - 2)), "i", "e"]
+        wanted = {_merge_order(u, rank) for u in self.region.product.users}
+        order = next(iter(wanted)) if len(wanted) == 1 and None not in wanted else tuple(range(rank))
+        return tuple(axes.index(final[f"x{k}"]) for k in order or range(rank))
+
+    def _score_nodes(self, local: dict[int, int]) -> tuple[int, ...]:
+        """The nodes that hold the raw product or what is computed from it on the way to the softmax."""
+        dot = {self.parts.lift.dots[self.main][0].number}
+        found = []
+        for k, v in enumerate(self.nodes):
+            if v is not None and v is not self.out and _made_from(v, dot):
+                found.append(k)
+        return tuple(found)
+
+
+def _made_from(value: Value, numbers: set[int]) -> bool:
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        if v.number in numbers:
+            return True
+        if v.number not in seen:
+            seen.add(v.number)
+            stack.extend(_arguments(v))
+    return False
+
+
+def _merge_order(user: Node, rank: int) -> tuple[int, ...] | None:
+    """The permutation that a consumer applies before it makes the result contiguous, or None."""
+    called = nodes.name(user)
+    dims = [a for a in user.args[1:] if not isinstance(a, Node)]
+    order = list(range(rank))
+    if called in ("transpose", "swapaxes", "swapdims") and len(dims) == 2 and all(isinstance(d, int) for d in dims):
+        a, b = (int(d) % rank for d in dims)  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    elif called == "permute":
+        flat = list(dims[0]) if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims
+        order = [int(d) % rank for d in flat]  # type: ignore[arg-type]
+    else:
+        return None
+    settle = {"contiguous", "reshape", "clone", "flatten"}
+    return tuple(order) if user.users and all(nodes.name(u) in settle for u in user.users) else None
+
+
+def _first(value: Value) -> str:
+    return value.nodes[0].name if value.nodes else ""
+
+
+def _label(n: int, value: Value) -> str:
+    """A short name to print: the roles for the first three, the graph's own name for captured tensors."""
+    name = _first(value)
+    return name if len(name) <= 24 else name[-24:].lstrip("_")

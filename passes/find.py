@@ -1,0 +1,88 @@
+"""Anchors: every softmax that may be an attention's, with the product that consumes its weights, and every fused call.
+
+Before: a torch-level graph. After: a list of `Candidate`s; nothing is changed.
+
+    s = q @ k.T;  p = softmax(s);  o = p @ v        →  Candidate(anchor=softmax, product=o, carried=(softmax,))
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from ..refusal import Reason, Refusal
+from . import nodes
+
+_REACH = 24
+"""How many operations may lie between a softmax and the product with the values."""
+_OBSERVERS = frozenset({"size", "shape", "dtype", "device", "dim", "ndim", "numel", "sym_size"})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A softmax (or fused call), the value product if there is one, and the nodes between that carry the weights."""
+
+    anchor: Node
+    product: Node | None
+    carried: frozenset[Node] = frozenset()
+    refusal: Refusal | None = None
+
+
+def find(gm: GraphModule) -> list[Candidate]:
+    """All candidates of one graph, in graph order."""
+    out: list[Candidate] = []
+    for node in gm.graph.nodes:
+        called = nodes.name(node)
+        if called in nodes.SDPA:
+            out.append(Candidate(node, node, frozenset({node})))
+        elif called in nodes.SOFTMAX:
+            out.extend(_follow(node))
+    return out
+
+
+def _follow(anchor: Node) -> list[Candidate]:
+    """The value products that a softmax's weights reach."""
+    reached: dict[Node, list[Node]] = {anchor: []}       # node → how it was reached
+    products: list[Node] = []
+    queue = [(anchor, 0)]
+    while queue:
+        node, depth = queue.pop(0)
+        for user in node.users:
+            called = nodes.name(user)
+            if called in nodes.CONTRACTION:
+                if user not in products:
+                    products.append(user)
+            elif user.op != "output" and called not in nodes.HEAVY and called not in nodes.SOFTMAX and called not in _OBSERVERS and \
+                    nodes.is_builtin(user) and depth < _REACH:
+                if user not in reached:
+                    reached[user] = []
+                    queue.append((user, depth + 1))
+                reached[user].append(node)
+    if not products:
+        return [Candidate(anchor, None, refusal=Refusal(Reason.NO_VALUE_PRODUCT, anchor.name, "find"))]
+    return [Candidate(anchor, p, _between(anchor, p, set(reached))) for p in products]
+
+
+def _between(anchor: Node, product: Node, reached: set[Node]) -> frozenset[Node]:
+    """The reached nodes on a path from the softmax to one product."""
+    on_path: set[Node] = set()
+    stack = [a for a in nodes.inputs(product) if a in reached]
+    while stack:
+        node = stack.pop()
+        if node not in on_path:
+            on_path.add(node)
+            stack.extend(a for a in nodes.inputs(node) if a in reached)
+    return frozenset(on_path | {anchor})
+
+
+def observed(candidate: Candidate) -> Node | None:
+    """A user of the weights outside the chain (not counting dead code and questions about shapes), or None."""
+    for node in candidate.carried:
+        if node is candidate.product:
+            continue
+        for user in node.users:
+            if user is candidate.product or user in candidate.carried or nodes.name(user) in _OBSERVERS:
+                continue
+            if user.users or user.op == "output" or nodes.mutated(user):
+                return user
+    return None

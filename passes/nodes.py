@@ -1,0 +1,136 @@
+"""What the passes ask about single nodes of a torch-level graph: names, kinds of operation, mutation, storage, source line."""
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"})
+SDPA = frozenset({"scaled_dot_product_attention"})
+CONTRACTION = frozenset({"matmul", "bmm", "einsum", "baddbmm", "mm", "__matmul__", "rmatmul", "__rmatmul__", "tensordot", "inner"})
+DROPOUT = frozenset({"dropout", "dropout_", "feature_alpha_dropout", "native_dropout"})
+# The ends of a slice: what is worth a kernel of its own and never part of a chain between two products.
+HEAVY = frozenset({
+    "linear", "addmm", "addmv", "addbmm", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "convolution", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "local_response_norm", "normalize",
+    "gelu", "silu", "relu", "hardswish", "leaky_relu", "interpolate", "grid_sample", "avg_pool1d", "avg_pool2d", "max_pool2d", "adaptive_avg_pool2d",
+    "topk", "sort", "argsort", "multinomial", "lstm", "gru", "fft_fft", "unfold", "multi_head_attention_forward", "_native_multi_head_attention",
+    "_transformer_encoder_layer_fwd", "nonzero", "unique", "bincount", "cdist"})
+RANDOM = frozenset({"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "normal",
+                    "normal_", "uniform_", "random_", "exponential_", "multinomial", "gumbel_softmax", "alpha_dropout"})
+# Operations through which a product's operand is followed: views, copies, casts, repeats, factors.
+TRANSPARENT = frozenset({
+    "transpose", "transpose_", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "unsqueeze_", "squeeze", "squeeze_", "expand", "expand_as",
+    "broadcast_to", "flatten", "unflatten", "getitem", "__getitem__", "select", "narrow", "slice", "chunk", "split", "split_with_sizes", "tensor_split",
+    "unbind", "contiguous", "clone", "to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "repeat_interleave", "repeat",
+    "swapaxes", "swapdims", "movedim", "moveaxis", "t", "mT", "T", "view_as", "reshape_as", "detach", "alias", "rearrange",
+    "mul", "mul_", "imul", "multiply", "div", "div_", "truediv", "itruediv", "true_divide", "divide", "neg", "negative", "rmul", "__mul__", "__rmul__", "__truediv__"})
+_OUT_OF_PLACE = frozenset({"__getitem__", "__matmul__", "__mul__", "__rmul__", "__rmatmul__", "__truediv__", "__add__", "__radd__", "__and__",
+                           "__or__", "__sub__", "__rsub__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__"})
+_INPLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
+                                "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+
+
+def name(node: Node) -> str:
+    """The operation's bare name: ``softmax`` for F.softmax, Tensor.softmax and aten.softmax.int alike; a leaf module's class in lower case."""
+    if node.op == "call_module":
+        owner = node.graph.owning_module
+        return type(owner.get_submodule(str(node.target))).__name__.lower() if owner is not None else ""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return node.op
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    if target is getattr:
+        return str(node.args[1])
+    return getattr(target, "__name__", str(target))
+
+
+def value(node: Node) -> Any:
+    """The fake value a node has (Dynamo keeps it under ``example_value``, export under ``val``), or None."""
+    found = node.meta.get("example_value")
+    return node.meta.get("val") if found is None else found
+
+
+def is_builtin(node: Node) -> bool:
+    """Whether a call can be replayed on fake tensors alone: a PyTorch function or method, or a leaf module without state."""
+    if node.op == "call_method":
+        return True
+    if node.op == "call_module":
+        module = node.graph.owning_module.get_submodule(str(node.target)) if node.graph.owning_module else None
+        return isinstance(module, (torch.nn.Softmax, torch.nn.Dropout, torch.nn.Identity))
+    if node.op != "call_function" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in ("aten", "prims")
+    if target in (getattr, operator.getitem):
+        return True
+    module = getattr(target, "__module__", "") or getattr(getattr(target, "__objclass__", None), "__module__", "") or ""
+    owner = str(getattr(target, "__self__", ""))
+    return module.split(".")[0] in ("torch", "_operator", "operator", "math") or "torch" in owner or "built-in" in str(target)
+
+
+def mutated(node: Node) -> list[Node]:
+    """The nodes whose tensors a call changes in place."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        found = [a for a, s in zip(node.args, schema.arguments, strict=False) if s.alias_info is not None and s.alias_info.is_write]
+        found += [node.kwargs[s.name] for s in schema.arguments if s.alias_info is not None and s.alias_info.is_write and s.name in node.kwargs]
+        return [a for a in found if isinstance(a, Node)]
+    called = name(node)
+    out = [a for a in torch.fx.node.map_arg(node.kwargs.get("out"), lambda n: n) or [] if isinstance(a, Node)] if isinstance(
+        node.kwargs.get("out"), (tuple, list)) else [a for a in [node.kwargs.get("out")] if isinstance(a, Node)]
+    inplace = called in _INPLACE_OPERATORS or (called.endswith("_") and not called.endswith("__") and called not in _OUT_OF_PLACE)
+    flag = node.kwargs.get("inplace", node.args[3] if called == "dropout" and len(node.args) > 3 else False)
+    if (inplace or flag is True) and node.args and isinstance(node.args[0], Node):
+        out.append(node.args[0])
+    return out
+
+
+def storage(node: Node) -> int | None:
+    """Identity of the memory behind a node's tensor: equal for a tensor and its views."""
+    tensor = value(node)
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):     # sparse and wrapped tensors have none
+        return None
+
+
+def inputs(node: Node) -> list[Node]:
+    """All nodes among the arguments."""
+    return list(node.all_input_nodes)
+
+
+def source_line(node: Node) -> str:
+    """``file.py:123`` of the user's code that made a node; empty where the graph does not know."""
+    trace = node.meta.get("stack_trace") or ""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return f"{found[-1][0]}:{found[-1][1]}" if found else ""
+
+
+def module_path(node: Node) -> str:
+    """Where in the model a node comes from: ``layers.0.self_attn``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(p[0]) for p in stack.values()] if stack else []
+    path = paths[-1] if paths else ""
+    # Dynamo writes Python expressions ("L['self'].layers[0]"); users know attribute paths.
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\.__getattr__\('?([^')]+)'?\)", r".\1", path)
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", re.sub(r"^L\[['\"][^'\"]+['\"]\]\.?|^L__self___?\.?", "", path))
+    return re.sub(r"^(self|_orig_mod|fn)\.", "", path.replace("_modules.", "").strip("."))
+
+
+def ordered(nodes: Iterable[Node], position: dict[Node, int]) -> list[Node]:
+    """In the order of the graph."""
+    return sorted(nodes, key=position.__getitem__)

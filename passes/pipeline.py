@@ -1,0 +1,278 @@
+"""The way of a graph through the passes, and what happens when one of them says no.
+
+    find → slice_region → understand (replay, record, lift) → splice → sweep
+
+Invariant: the input graph is never changed; the output graph is well formed and equal in meaning; whatever goes wrong
+with one site leaves that site as it was, with its reason in the report.
+"""
+from __future__ import annotations
+
+import copy
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .. import ops  # noqa: F401  (defines torch.ops.attnfuse.attention)
+from ..refusal import Reason, Refusal, Refused
+from ..report import PassRecord, Report, Site
+from ..settings import Settings
+from . import nodes, verify
+from .assemble import Lifted, assemble
+from .find import Candidate, find
+from .region import GraphFacts, Region, scores_observer, slice_region
+from .replace import replace, sweep
+from .replay import replay
+from .trace import Value, record
+
+log = logging.getLogger("attnfuse")
+
+
+@dataclass
+class State:
+    """One graph on its way: the copy that is being rewritten and what is known of it so far."""
+
+    gm: GraphModule
+    settings: Settings
+    candidates: list[Candidate] = field(default_factory=list)
+    regions: dict[Node, Region] = field(default_factory=dict)          # by anchor and product
+    lifted: dict[Node, Lifted] = field(default_factory=dict)
+    refused: dict[Node, Refusal] = field(default_factory=dict)
+    done: list[Region] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    known: dict[str, Lifted | Refusal] = field(default_factory=dict)
+
+
+def run(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
+    """Rewrite every attention of a graph and of the bodies of its higher-order operations.
+
+    Args:
+        gm: a graph whose nodes carry fake tensors (``meta["example_value"]`` or ``meta["val"]``); it is not changed.
+        settings: with ``strict`` an unexpected failure raises; otherwise it is reported and the graph left as it was.
+
+    Returns:
+        The rewritten graph (`gm` itself where there was nothing to do) and the report.
+    """
+    start = time.perf_counter()
+    try:
+        return _run(gm, settings)
+    except Exception as e:
+        if settings.strict:
+            raise
+        text = f"the analysis failed and the graph was left as it was: {type(e).__name__}: {e}"
+        warnings.warn(f"attnfuse: {text}", stacklevel=2)
+        log.debug("analysis failed", exc_info=True)
+        site = Site(False, Refusal(Reason.FAILED, "", "pipeline", f"{type(e).__name__}: {e}"))
+        return gm, Report([site], [PassRecord("pipeline", time.perf_counter() - start)], [text])
+
+
+def _run(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
+    report = Report()
+    if not any(find(g) for g in _graphs(gm)):
+        return gm, report
+    whole = _copied(gm)
+    if settings.dump:
+        report.snapshots.append(("captured", str(gm.graph)))
+    known: dict[str, Lifted | Refusal] = {}
+    for part in _graphs(whole):
+        state = State(part, settings, known=known)
+        for one in PIPELINE:
+            before = time.perf_counter()
+            note = one(state)
+            report.passes.append(PassRecord(one.__name__.strip("_"), time.perf_counter() - before, note))
+            if settings.dump:
+                report.snapshots.append((one.__name__.strip("_"), str(part.graph)))
+        report.sites += _sites(state)
+        report.failures += state.failures
+    if not any(s.rewritten for s in report.sites):
+        return gm, report
+    return whole, report
+
+
+def _graphs(gm: GraphModule) -> list[GraphModule]:
+    """The graph, then the bodies that its higher-order operations call."""
+    out = [gm]
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            body = getattr(gm, str(node.target), None) if "." not in str(node.target) else None
+            if isinstance(body, GraphModule) and body not in out:
+                out += _graphs(body)
+    return out
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """The same module with a graph of its own; parameters are shared. Bodies are copied too."""
+    graph: Graph = copy.deepcopy(gm.graph)
+    for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
+        # Dynamo keeps facts about inputs as attributes of their nodes, which a graph's copy leaves behind.
+        for key, value in vars(old).items():
+            if not hasattr(new, key):
+                setattr(new, key, value)
+    out = GraphModule(gm, graph, class_name=type(gm).__name__)
+    for key, value in vars(gm).items():
+        if key not in vars(out):
+            out.__dict__[key] = value
+    out.meta = dict(gm.meta)
+    out.train(gm.training) if gm.training != out.training else None
+    for node in graph.nodes:
+        if node.op == "get_attr" and "." not in str(node.target) and isinstance(getattr(gm, str(node.target), None), GraphModule):
+            setattr(out, str(node.target), _copied(getattr(gm, str(node.target))))
+    return out
+
+
+# ---- the passes: each takes the state, changes it, and returns a remark
+
+def _find(state: State) -> str:
+    """Collect the candidates."""
+    state.candidates = find(state.gm)
+    for c in state.candidates:
+        if c.refusal is not None:
+            state.refused[_key(c)] = c.refusal
+    return f"{len(state.candidates)} candidates"
+
+
+def _region(state: State) -> str:
+    """Slice each candidate out."""
+    facts = GraphFacts(state.gm)
+    for c in state.candidates:
+        if c.product is not None:
+            _guarded(state, c, "region", lambda c=c: state.regions.__setitem__(_key(c), slice_region(c, facts)))
+    return f"{len(state.regions)} slices, {len({r.text for r in state.regions.values()})} different"
+
+
+def _lift(state: State) -> str:
+    """Understand each slice; equal slices once."""
+    analysed = 0
+    for c in state.candidates:
+        region = state.regions.get(_key(c))
+        if region is None:
+            continue
+        if region.text not in state.known:
+            analysed += 1
+            _guarded(state, c, "lift", lambda r=region: state.known.__setitem__(r.text, understand(r, state.settings)))
+            if _key(c) in state.refused:
+                state.known[region.text] = state.refused[_key(c)]
+        found = state.known[region.text]
+        if isinstance(found, Refusal):
+            state.refused[_key(c)] = found
+        else:
+            _guarded(state, c, "lift", lambda c=c, r=region, f=found: _accept(state, c, r, f))
+    return f"{analysed} analysed"
+
+
+def _accept(state: State, c: Candidate, region: Region, lifted: Lifted) -> None:
+    """A second consumer of the scores would have them computed all the same: leave such a chain alone."""
+    local = [*region.inputs, *region.body]
+    user = scores_observer(region, {local[n] for n in lifted.scores} - {region.product})
+    if user is not None:
+        raise Refused(Reason.SCORES_USED, user.name, "lift", f"by {nodes.name(user)}")
+    state.lifted[_key(c)] = lifted
+
+
+def _replace(state: State) -> str:
+    """Splice the op in."""
+    for c in state.candidates:
+        key = _key(c)
+        if key in state.lifted and key not in state.refused:
+            _guarded(state, c, "replace", lambda k=key: _splice(state, k))
+    return f"{len(state.done)} rewritten"
+
+
+def _splice(state: State, key: Node) -> None:
+    """One replacement, taken back where it cannot be completed."""
+    region, lifted = state.regions[key], state.lifted[key]
+    before = set(state.gm.graph.nodes)
+    try:
+        out = replace(state.gm, region, lifted)
+        plain = lifted.spec.out_order == tuple(range(len(lifted.spec.out_order))) and lifted.permutation == tuple(range(len(lifted.permutation)))
+        verify.same_metadata(region.product, out, layout=plain)
+    except Exception:
+        new = [n for n in state.gm.graph.nodes if n not in before]
+        for n in reversed(new):
+            if n.users:
+                n.replace_all_uses_with(region.product)
+            state.gm.graph.erase_node(n)
+        raise
+    state.done.append(region)
+
+
+def _sweep(state: State) -> str:
+    """Erase what only the replaced chains needed, and check the graph."""
+    gone = sweep(state.gm, state.done)
+    verify.sound(state.gm)
+    state.gm.recompile()
+    return f"{gone} nodes erased"
+
+
+PIPELINE: tuple[Callable[[State], str], ...] = (_find, _region, _lift, _replace, _sweep)
+
+
+def _key(c: Candidate) -> Node:
+    return c.product or c.anchor
+
+
+def _guarded(state: State, c: Candidate, stage: str, step: Callable[[], Any]) -> None:
+    """Run a step for one candidate; a refusal or failure concerns that candidate alone."""
+    try:
+        step()
+    except Refused as e:
+        r = e.refusal
+        state.refused[_key(c)] = Refusal(r.reason, r.node or c.anchor.name, r.stage or stage, r.detail)
+    except Exception as e:
+        if state.settings.strict:
+            raise
+        detail = f"{type(e).__name__}: {e}"
+        state.refused[_key(c)] = Refusal(Reason.FAILED, c.anchor.name, stage, detail[:300])
+        state.failures.append(f"{stage} of {c.anchor.name}: {detail}")
+        warnings.warn(f"attnfuse: {stage} of {c.anchor.name} failed and the site was left as it was: {detail[:300]}", stacklevel=2)
+        log.debug("a site failed", exc_info=True)
+
+
+def understand(region: Region, settings: Settings) -> Lifted:
+    """Replay a slice on its own fake tensors, record it, and lift the record; raises Refused."""
+    inputs = [nodes.value(n) for n in region.inputs]
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None)
+    if mode is None or any(type(x).__name__ != "FakeTensor" for x in tensors):
+        odd = next((type(x).__name__ for x in tensors if type(x).__name__ != "FakeTensor"), "none")
+        raise Refused(Reason.NOT_EXPRESSIBLE, region.product.name, "region", f"no fake tensors to analyse (found {odd})")
+    _check_kinds(region, tensors)
+    shapes = mode.shape_env
+    before = (len(shapes.guards), len(shapes.replacements)) if shapes is not None else (0, 0)
+    _, given, made = record(lambda *x: replay(region, x), inputs, mode)
+    if shapes is not None and (len(shapes.guards), len(shapes.replacements)) != before:
+        raise Refused(Reason.DYNAMIC, region.product.name, "region")
+    values = [*given, *(v if isinstance(v, Value) else None for v in made)]
+    changed = {nodes.storage(t) for n in region.body for t in nodes.mutated(n)}
+    for node, value in zip([*region.inputs, *region.body], values, strict=True):
+        if value is not None and node is not region.product and nodes.storage(node) not in changed:
+            value.nodes.append(node)
+    least = {} if shapes is None else {str(s): max(0, int(r.lower)) for s, r in shapes.var_to_range.items() if r.lower.is_Integer}
+    return assemble(region, values, least, settings)
+
+
+def _check_kinds(region: Region, tensors: list[torch.Tensor]) -> None:
+    for x in tensors:
+        if x.layout != torch.strided or x.is_nested:
+            raise Refused(Reason.NOT_EXPRESSIBLE, region.product.name, "region", f"a tensor of layout {x.layout}")
+        if x.device.type == "meta":
+            raise Refused(Reason.DEVICE, region.product.name, "region", "meta tensors")
+
+
+def _sites(state: State) -> list[Site]:
+    out: list[Site] = []
+    done = {r.product for r in state.done}
+    for c in state.candidates:
+        key = _key(c)
+        region, lifted = state.regions.get(key), state.lifted.get(key)
+        out.append(Site(
+            rewritten=key in done, reason=None if key in done else state.refused.get(key), equation=lifted.spec.equation() if lifted else None,
+            module=nodes.module_path(c.anchor), source=nodes.source_line(c.anchor), node=c.anchor.name, spec=lifted.spec if lifted else None,
+            layer_hash=sha256(region.text.encode()).hexdigest()[:8] if region else ""))
+    return out

@@ -1,0 +1,387 @@
+"""Lifting rules of operations that compute elements: index of the result → a scalar program.
+
+Each rule is `(lift, value, call, index) -> Expr`; `lift.at(tensor, index)` is the program of an argument's element.
+Kinds follow the result's dtype: an argument of another kind is converted, a half-precision one is simply a ``float``.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..program import FALSE, TRUE, Expr, apply, axis, const, depends, where
+from .trace import Call, Value, aten, length, number
+
+if TYPE_CHECKING:
+    from .lift import Lift
+
+Index = tuple[Expr, ...]
+Rule = Callable[["Lift", Value, Call, Index], Expr]
+POINTWISE: dict[Any, Rule] = {}
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Enter a rule for some operations."""
+    def enter(one: Rule) -> Rule:
+        POINTWISE.update(dict.fromkeys(targets, one))
+        return one
+    return enter
+
+
+def element(lift: Lift, x: Any, index: Index) -> Expr:
+    """The program of an argument: a broadcast tensor's element, or a number."""
+    return lift.at(x, lift.broadcast(x, index)) if isinstance(x, Value) else number(x)
+
+
+def as_kind(x: Expr, kind: str) -> Expr:
+    """Convert between float, int and bool."""
+    return x if x.kind == kind else apply(kind, x)
+
+
+def together(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    """Two values in the wider of their kinds."""
+    kind = next(k for k in ("float", "int", "bool") if k in (a.kind, b.kind))
+    return as_kind(a, kind), as_kind(b, kind)
+
+
+# ---- arithmetic
+
+def _binary(op: str, *targets: Any) -> None:
+    def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+        a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
+        alpha = call.kwargs.get("alpha", 1)
+        return apply(op, a, b if alpha == 1 else apply("mul", b, as_kind(number(alpha), value.kind)))
+    one.__doc__ = f"elementwise {op}; alpha multiplies the second argument"
+    POINTWISE.update(dict.fromkeys(targets, one))
+
+
+_binary("add", aten.add.Tensor, aten.add.Scalar)
+_binary("sub", aten.sub.Tensor, aten.sub.Scalar)
+_binary("mul", aten.mul.Tensor, aten.mul.Scalar)
+_binary("min", aten.minimum.default)
+_binary("max", aten.maximum.default)
+_binary("pow", aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar)
+_binary("mod", aten.remainder.Tensor, aten.remainder.Scalar)
+
+
+@rule(aten.rsub.Tensor, aten.rsub.Scalar)
+def _rsub(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """rsub(a, b) = b - a"""
+    a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
+    return apply("sub", b, a)
+
+
+@rule(aten.div.Tensor, aten.div.Scalar)
+def _div(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """a / b"""
+    return apply("div", *(as_kind(element(lift, x, index), "float") for x in call.args[:2]))
+
+
+@rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _div_mode(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """a // b; truncation towards zero only where it is the same as the floor"""
+    a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
+    mode = call.kwargs.get("rounding_mode")
+    if value.kind == "float":
+        if mode == "floor":
+            return apply("floor", apply("div", a, b))
+        raise lift.no_rule(f"division with rounding mode {mode}")
+    if mode == "floor" or lift.simplify(apply("and", apply("ge", a, const(0)), apply("ge", b, const(1)))) == TRUE:
+        return apply("floordiv", a, b)
+    raise lift.no_rule(f"division with rounding mode {mode}")
+
+
+def _unary(op: str, kind: str | None, *targets: Any) -> None:
+    def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+        x = element(lift, call.args[0], index)
+        return apply(op, as_kind(x, kind or value.kind))
+    one.__doc__ = f"elementwise {op}"
+    POINTWISE.update(dict.fromkeys(targets, one))
+
+
+for _op in ("exp", "log", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos"):
+    _unary(_op, "float", getattr(aten, _op).default)
+for _op in ("neg", "abs", "sign"):
+    _unary(_op, None, getattr(aten, _op).default)
+_unary("isnan", "float", aten.isnan.default)
+_unary("not", "bool", aten.logical_not.default)
+
+
+@rule(aten.floor.default, aten.ceil.default, aten.round.default)
+def _rounding(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """floor(x); nothing to do for integers"""
+    x = element(lift, call.args[0], index)
+    return apply(call.target._schema.name.split("::")[1], x) if x.kind == "float" else x
+
+
+@rule(aten.reciprocal.default)
+def _reciprocal(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """1 / x"""
+    return apply("div", const(1.0), as_kind(element(lift, call.args[0], index), "float"))
+
+
+@rule(aten.relu.default)
+def _relu(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """max(x, 0)"""
+    x = element(lift, call.args[0], index)
+    return apply("max", x, as_kind(const(0), x.kind))
+
+
+@rule(aten.clamp.default, aten.clamp.Tensor)
+def _clamp(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """min(max(x, low), high)"""
+    x = as_kind(element(lift, call.args[0], index), value.kind)
+    low, high = (*call.args[1:], *(call.kwargs.get(k) for k in ("min", "max")[len(call.args) - 1:]))
+    if low is not None:
+        x = apply("max", x, as_kind(element(lift, low, index), value.kind))
+    return x if high is None else apply("min", x, as_kind(element(lift, high, index), value.kind))
+
+
+# ---- comparisons, logic, choice
+
+def _comparison(op: str) -> None:
+    def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+        return apply(op, *together(*(element(lift, x, index) for x in call.args[:2])))
+    one.__doc__ = f"elementwise {op}"
+    overloads = getattr(aten, op)
+    POINTWISE.update(dict.fromkeys((overloads.Tensor, overloads.Scalar), one))
+
+
+for _op in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _comparison(_op)
+
+
+def _logical(op: str, *targets: Any) -> None:
+    def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+        args = [element(lift, x, index) for x in call.args]
+        if value.kind != "bool":
+            raise lift.no_rule("bit operations on integers")
+        return apply(op, *(as_kind(x, "bool") for x in args))
+    one.__doc__ = f"logical {op}; of bools only"
+    POINTWISE.update(dict.fromkeys(targets, one))
+
+
+_logical("and", aten.bitwise_and.Tensor, aten.bitwise_and.Scalar, aten.logical_and.default)
+_logical("or", aten.bitwise_or.Tensor, aten.bitwise_or.Scalar, aten.logical_or.default)
+_logical("xor", aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar, aten.logical_xor.default)
+_logical("not", aten.bitwise_not.default)
+
+
+@rule(aten.where.self)
+def _where(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """where(c, a, b)"""
+    c, a, b = (element(lift, x, index) for x in call.args)
+    return where(as_kind(c, "bool"), as_kind(a, value.kind), as_kind(b, value.kind))
+
+
+@rule(aten._to_copy.default)
+def _cast(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """x.to(dtype): a change of kind; between floats a program knows only one precision"""
+    return as_kind(lift.at(call.args[0], index), value.kind)
+
+
+# ---- makers
+
+@rule(aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.fill.Scalar, aten.new_full.default)
+def _full(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """The number it is filled with"""
+    fill = call.args[0] if call.target is aten.scalar_tensor.default else call.args[2] if call.target is aten.new_full.default else call.args[1]
+    return as_kind(number(fill), value.kind)
+
+
+@rule(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+def _zeros(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """0"""
+    return as_kind(const(0), value.kind)
+
+
+@rule(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def _ones(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """1"""
+    return as_kind(const(1), value.kind)
+
+
+@rule(aten.arange.start_step)
+def _arange(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """arange(a, b, c)[i] = a + c·i"""
+    start, _end, step = (*call.args, 1)[:3]
+    at = as_kind(index[0], value.kind)
+    return apply("add", as_kind(number(start), value.kind), apply("mul", as_kind(number(step), value.kind), at))
+
+
+# ---- joining and choosing elements
+
+@rule(aten.cat.default)
+def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """cat([x, y])[i] = x[i] where i < len(x), else y[i - len(x)]"""
+    tensors, dim = (*call.args, 0)[:2]
+    tensors = [t for t in tensors if t.shape != (const(0),) or value.shape == (const(0),)]       # legacy empty tensors
+    dim %= len(value.shape)
+    starts: list[Expr] = [const(0)]
+    for t in tensors[:-1]:
+        starts.append(lift.simplify(apply("add", starts[-1], t.shape[dim])))
+    out: Expr | None = None
+    for t, start in reversed(list(zip(tensors, starts, strict=True))):
+        end = apply("add", start, t.shape[dim])
+        inside = lift.simplify(apply("lt", index[dim], end))
+        if inside == FALSE:
+            continue
+        at = apply("sub", index[dim], start)
+        at = lift.simplify(at) if inside == TRUE else _clamped(lift, at, t.shape[dim])
+        piece = as_kind(lift.at(t, (*index[:dim], at, *index[dim + 1:])), value.kind)
+        out = piece if out is None else where(inside, piece, out)
+    if out is None:
+        raise lift.no_rule("an index outside of a concatenation")
+    return out
+
+
+@rule(aten.constant_pad_nd.default)
+def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """pad(x, (a, b), c)[i] = x[i - a] where 0 <= i - a < len(x), else c"""
+    source, pads, fill = (*call.args, 0)[:3]
+    inside: Expr = TRUE
+    at = list(index)
+    for k in range(len(pads) // 2):
+        dim = len(index) - 1 - k
+        at[dim] = lift.simplify(apply("sub", index[dim], length(pads[2 * k])))
+        inside = apply("and", inside, apply("and", apply("ge", at[dim], const(0)), apply("lt", at[dim], source.shape[dim])))
+    inside = lift.simplify(inside)
+    if inside == FALSE:
+        return as_kind(number(fill), value.kind)
+    safe = tuple(x if inside == TRUE else _clamped(lift, x, s) for x, s in zip(at, source.shape, strict=True))
+    return where(inside, as_kind(lift.at(source, safe), value.kind), as_kind(number(fill), value.kind))
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """y = x.clone(); y[a:b] = s  →  y[i] = s[i - a] where a <= i < b, else x[i]"""
+    base, source, dim, start, _end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 2:])
+    if step != 1:
+        raise lift.no_rule("assignment to a strided slice")
+    begin = number(start or 0)
+    begin = lift.simplify(where(apply("lt", begin, const(0)), apply("add", begin, base.shape[dim]), begin))
+    at = lift.simplify(apply("sub", index[dim], begin))
+    inside = lift.simplify(apply("and", apply("ge", at, const(0)), apply("lt", at, source.shape[dim])))
+    safe = at if inside == TRUE else _clamped(lift, at, source.shape[dim])
+    return _choose(lift, value, inside, (source, (*index[:dim], safe, *index[dim + 1:])), (base, index))
+
+
+@rule(aten.select_scatter.default)
+def _select_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """y = x.clone(); y[3] = s  →  y[i, j] = s[j] where i == 3, else x[i, j]"""
+    base, source, dim, at = call.args
+    dim %= len(index)
+    place = number(at)
+    place = where(apply("lt", place, const(0)), apply("add", place, base.shape[dim]), place)
+    inside = lift.simplify(apply("eq", index[dim], place))
+    return _choose(lift, value, inside, (source, index[:dim] + index[dim + 1:]), (base, index))
+
+
+def _choose(lift: Lift, value: Value, inside: Expr, new: tuple[Value, Index], old: tuple[Value, Index]) -> Expr:
+    """The new element inside of what was assigned, the old one elsewhere."""
+    if inside in (TRUE, FALSE):
+        return lift.at(*(new if inside == TRUE else old))
+    return where(inside, *(as_kind(lift.at(*x), value.kind) for x in (new, old)))
+
+
+def _clamped(lift: Lift, at: Expr, size: Expr) -> Expr:
+    """An index that is used only where it is inside, made one whose address exists everywhere."""
+    return lift.simplify(apply("max", const(0), apply("min", at, apply("sub", size, const(1)))))
+
+
+@rule(aten.copy.default)
+def _copy(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """x.copy_(y)[i] = y[i]"""
+    return as_kind(element(lift, call.args[1], index), value.kind)
+
+
+@rule(aten.index.Tensor)
+def _index(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """x[a, b][i] = x[a[i], b[i]]; the index tensors broadcast, and stand where the first does if they are neighbours"""
+    source, indices = call.args[0], list(call.args[1])
+    indices += [None] * (len(source.shape) - len(indices))
+    tensors = [t for t in indices if t is not None]
+    if any(t.dtype == torch.bool for t in tensors):
+        raise lift.no_rule("indexing by a mask")
+    places = [k for k, t in enumerate(indices) if t is not None]
+    rank = max(len(t.shape) for t in tensors)
+    first = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    own = index[first:first + rank]
+    rest = iter(index[:first] + index[first + rank:])
+    at: list[Expr] = []
+    for k, t in enumerate(indices):
+        if t is None:
+            at.append(next(rest))
+            continue
+        x = lift.simplify(element(lift, t, own))
+        at.append(lift.simplify(where(apply("lt", x, const(0)), apply("add", x, source.shape[k]), x)))
+    return lift.at(source, tuple(at))
+
+
+@rule(aten.index_select.default)
+def _index_select(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """x.index_select(0, a)[i] = x[a[i]]"""
+    source, dim, chosen = call.args
+    dim %= len(source.shape)
+    return lift.at(source, (*index[:dim], lift.simplify(lift.at(chosen, (index[dim],))), *index[dim + 1:]))
+
+
+@rule(aten.gather.default)
+def _gather(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """x.gather(1, a)[i, j] = x[i, a[i, j]]"""
+    source, dim, chosen = call.args[:3]
+    dim %= len(source.shape)
+    return lift.at(source, (*index[:dim], lift.simplify(lift.at(chosen, index)), *index[dim + 1:]))
+
+
+@rule(aten.embedding.default)
+def _embedding(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """embedding(w, a)[i, d] = w[a[i], d]"""
+    table, chosen = call.args[:2]
+    return lift.at(table, (lift.simplify(lift.at(chosen, index[:-1])), index[-1]))
+
+
+@rule(aten.cumsum.default)
+def _cumsum(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """The running sum of what does not vary along the axis: x.cumsum(0)[i] = (i + 1)·x"""
+    source, dim = call.args[:2]
+    dim %= len(index)
+    step = lift.fresh_axis(source.shape[dim])
+    x = lift.simplify(as_kind(lift.at(source, (*index[:dim], axis(step), *index[dim + 1:])), value.kind))
+    if step in depends(x):
+        raise lift.no_rule("a running sum of values that vary")
+    return apply("mul", x, as_kind(apply("add", index[dim], const(1)), value.kind))
+
+
+@rule(aten.native_dropout.default)
+def _dropout(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """dropout(x)[i] = x[i] · keep(p), the factor 0 or 1/(1-p)"""
+    source, p, train = call.args
+    if value.output != 0:
+        raise lift.no_rule("dropout's mask")
+    x = lift.at(source, index)
+    if not train or p == 0:
+        return x
+    return apply("mul", x, lift.keep(value, index, float(p)))
+
+
+@rule(aten._softmax.default, aten._safe_softmax.default)
+def _softmax(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """The weight of the attention, if the axis is the one that the values are summed over"""
+    return lift.softmax(value, call, index)
+
+
+@rule(aten.bmm.default, aten.mm.default)
+def _product(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """A raw dot product"""
+    return lift.dot(value, call, index)
+
+
+@rule(aten.nan_to_num.default)
+def _nan_to_num(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """NaN of a finite-or-NaN value replaced"""
+    x = lift.at(call.args[0], index)
+    nan = call.args[1] if len(call.args) > 1 and call.args[1] is not None else 0.0
+    return where(apply("isnan", x), const(float(nan)), x)
+

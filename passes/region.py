@@ -1,0 +1,191 @@
+"""Slice a candidate out of its graph: what lies between heavy operations (or inputs) and the value product.
+
+The slice is a list of nodes in graph order that can be replayed on fake tensors, and the nodes it reads. It holds the
+in-place operations that changed its tensors, and the autocast contexts around it. Two slices with the same `Region.text`
+mean the same, so identical layers are analysed once.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..refusal import Reason, Refused
+from . import nodes
+from .find import Candidate, observed
+
+_MOST = 600
+"""Nodes of a slice; further ones become its inputs."""
+_CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
+_FUNCTORCH = frozenset({"_add_batch_dim", "_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"})
+
+
+class GraphFacts:
+    """What slicing needs to know of a whole graph, gathered once."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.position = {n: k for k, n in enumerate(gm.graph.nodes)}
+        self.mutations: dict[int, list[Node]] = defaultdict(list)       # storage → the calls that change it
+        self.contexts: list[Node] = []
+        self.functorch: Node | None = None
+        for n in gm.graph.nodes:
+            for target in nodes.mutated(n):
+                at = nodes.storage(target)
+                if at is not None:
+                    self.mutations[at].append(n)
+            if nodes.name(n) in _CONTEXT:
+                self.contexts.append(n)
+            if nodes.name(n) in _FUNCTORCH and self.functorch is None:
+                self.functorch = n
+
+
+@dataclass(frozen=True)
+class Region:
+    """A slice: its nodes and the nodes it reads (both in graph order), the candidate, and a text equal for equal slices."""
+
+    candidate: Candidate
+    body: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    text: str
+
+    @property
+    def product(self) -> Node:
+        """The value product (or fused call) that the kernel will stand for."""
+        assert self.candidate.product is not None
+        return self.candidate.product
+
+
+def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
+    """Cut the slice out; raises Refused where what surrounds it forbids a rewrite."""
+    product = candidate.product
+    assert product is not None
+    if facts.functorch is not None:
+        raise Refused(Reason.VMAP, facts.functorch.name, "region")
+    user = observed(candidate)
+    if user is not None:
+        raise Refused(Reason.WEIGHTS_USED, user.name, "region", f"by {nodes.name(user)}")
+    body = _collect(candidate, product, facts)
+    inner = set(body)
+    read = nodes.ordered({a for n in body for a in nodes.inputs(n)} - inner, facts.position)
+    _check_mutations(body, read, product, facts)
+    return Region(candidate, tuple(body), tuple(read), _text(body, read, product))
+
+
+def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Node]:
+    """The nodes to replay. Behind a product only views, casts and factors are followed; elsewhere everything light is."""
+    free: dict[Node, bool] = {product: True}              # node → everything light may be followed from it
+    stack = [product]
+    while stack and len(free) < _MOST:
+        node = stack.pop()
+        contraction = nodes.name(node) in nodes.CONTRACTION | nodes.SDPA
+        for arg in nodes.inputs(node):
+            follow = free[node] and (not contraction or (node is product and arg in candidate.carried) or _is_mask(node, arg))
+            if not _replayable(arg) or (not follow and not _transparent(arg)):
+                continue
+            for found in [arg, *_changes(arg, product, facts, free)]:
+                if found not in free or (follow and not free[found]):
+                    free[found] = follow or found is not arg
+                    stack.append(found)
+    chosen = set(free)
+    first = min(facts.position[n] for n in chosen)
+    contexts = [c for c in facts.contexts if first < facts.position[c] < facts.position[product] or _open_at(c, first, facts)]
+    return nodes.ordered(chosen | set(contexts), facts.position)
+
+
+def _is_mask(node: Node, arg: Node) -> bool:
+    """The mask of a fused call is followed like any mask; its queries, keys and values like operands."""
+    return nodes.name(node) in nodes.SDPA and arg not in node.args[:3] and arg not in [node.kwargs.get(k) for k in ("query", "key", "value")]
+
+
+def _open_at(context: Node, first: int, facts: GraphFacts) -> bool:
+    """An autocast that was entered before the slice and not left before it (or the leaving of such a one: replayed in pairs)."""
+    enter = context if nodes.name(context) == "_enter_autocast" else context.args[0]
+    exits = [c for c in facts.contexts if nodes.name(c) == "_exit_autocast" and c.args[0] is enter]
+    return facts.position[enter] < first and (not exits or facts.position[exits[0]] > first)  # type: ignore[index]
+
+
+def _replayable(node: Node) -> bool:
+    called = nodes.name(node)
+    return (node.op in ("call_function", "call_method", "call_module") and nodes.is_builtin(node)
+            and called not in nodes.HEAVY | nodes.RANDOM | _CONTEXT and "is_contiguous" not in called)
+
+
+def _transparent(node: Node) -> bool:
+    return nodes.name(node) in nodes.TRANSPARENT
+
+
+def _changes(node: Node, product: Node, facts: GraphFacts, known: dict[Node, bool]) -> list[Node]:
+    """In-place operations on memory that the slice itself makes: they belong to it."""
+    at = nodes.storage(node)
+    made_here = at is not None and node.op not in ("placeholder", "get_attr")
+    if not made_here or not facts.mutations.get(at or 0):
+        return []
+    return [m for m in facts.mutations[at] if facts.position[m] < facts.position[product] and _replayable(m) and m not in known]
+
+
+def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: GraphFacts) -> None:
+    """What the kernel reads must be, at the place of the value product, what the chain read where it stood."""
+    inner, here = set(body), facts.position
+    for node in read:
+        at = nodes.storage(node)
+        changes = facts.mutations.get(at, []) if at is not None else []
+        first = min((here[n] for n in body if any(nodes.storage(a) == at for a in nodes.inputs(n))), default=here[product])
+        late = [m for m in changes if first < here[m] < here[product]]
+        if late:
+            raise Refused(Reason.MUTATED_OPERAND, late[0].name, "region", f"{node.name} is changed by {nodes.name(late[0])}")
+    for node in body:
+        if not nodes.mutated(node):
+            continue
+        for target in nodes.mutated(node):
+            at = nodes.storage(target)
+            outside = next((n for n in here if nodes.storage(n) == at and n not in inner), None)
+            watcher = next((u for n in inner if nodes.storage(n) == at and n is not product for u in n.users
+                            if u not in inner and (u.users or u.op == "output")), None)
+            if outside is not None or watcher is not None:
+                seen = outside or watcher
+                raise Refused(Reason.INPLACE, node.name, "region", f"{nodes.name(node)} is seen by {seen.name if seen else ''}")
+
+
+def scores_observer(region: Region, chain: set[Node]) -> Node | None:
+    """A live user outside the slice of one of `chain`: nodes that would have to be computed all the same."""
+    inner = set(region.body)
+    for node in chain:
+        for user in node.users:
+            if user not in inner and (user.users or user.op == "output"):
+                return user
+    return None
+
+
+def _text(body: list[Node], read: list[Node], product: Node) -> str:
+    """Canonical text: operations with their arguments numbered from the slice's own start, and what the inputs look like."""
+    local = {n: f"%{k}" for k, n in enumerate([*read, *body])}
+    lines = [f"{local[n]} = input {describe(nodes.value(n))}" for n in read]
+    for n in body:
+        args = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: _Name(local[a]))
+        lines.append(f"{local[n]} = {n.op} {n.target if n.op != 'call_function' else _qualified(n.target)} {args!r} {describe(nodes.value(n))}")
+    layout = ",".join(sorted({nodes.name(u) for u in product.users}))
+    return "\n".join([*lines, f"return {local[product]} to {layout}"])
+
+
+class _Name:
+    """Stands for a node in an argument list and prints as its number."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _qualified(target: Any) -> str:
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}" if not isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+def describe(x: Any) -> str:
+    """Shape, strides, dtype and device of a fake tensor; repr of anything else."""
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype}{list(map(str, x.shape))}{list(map(str, x.stride())) if x.layout == torch.strided else x.layout} {x.device}"
+    return repr(x)
