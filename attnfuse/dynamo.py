@@ -42,7 +42,7 @@ def analyse(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
     Returns the rewritten graph and its report. Where the passes raise: the graph itself, and a report that says so; with
     ``settings.strict`` the exception itself.
     """
-    from .passes import pipeline  # the passes import sympy and the decompositions: only a compilation pays for them
+    from attnfuse.passes import pipeline  # the passes import sympy and the decompositions: only a compilation pays for them
 
     try:
         gm, report = pipeline.run(gm, settings)
