@@ -6,6 +6,7 @@ values depend; ``d`` is what the score product sums over; the others are batch a
 """
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,14 +153,15 @@ def _arguments(value: Value) -> list[Value]:
 
 def _main_dot(parts: _Parts) -> int:
     """The product that is the attention's: one side depends on the key axis and the other does not; the longest sum wins."""
-    used = [x.attr for x in walk(parts.score) if x.op == "dot"]
+    used = [int(x.attr) for x in walk(parts.score) if x.op == "dot"]  # type: ignore[arg-type]
+    one_key = parts.lift.algebra.lengths["j"] == const(1)
     fit: list[tuple[int, int]] = []
     for n in used:
-        _, call, index = parts.lift.dots[n]  # type: ignore[index]
+        _, call, index = parts.lift.dots[n]
         along_j = ["j" in depends(index[-2]), "j" in depends(index[-1])]
-        if along_j.count(True) == 1 and not any("j" in depends(b) for b in index[:-2]):
+        if (one_key or along_j.count(True) == 1) and not any("j" in depends(b) for b in index[:-2]):
             width = call.args[0].shape[-1]
-            fit.append((int(width.attr) if width.op == "const" else 0, int(n)))  # type: ignore[arg-type]
+            fit.append((int(width.attr) if width.op == "const" else 0, n))  # type: ignore[arg-type]
     if not fit:
         reason = Reason.AXIS_ROLES if used else Reason.NO_SCORE_PRODUCT
         raise Refused(reason, "", "lift", "" if used else f"the score is {str(parts.score)[:120]}")
@@ -167,13 +169,16 @@ def _main_dot(parts: _Parts) -> int:
 
 
 def _sides(parts: _Parts, main: int) -> tuple[list[Level], list[Level]]:
-    """(key, query): the levels of the score product's two operands."""
+    """(key, query): the levels of the score product's two operands. A single key leaves no trace in the index: then the side
+    that varies with fewer of the result's axes has the key."""
     _, call, index = parts.lift.dots[main]
     left, right = call.args[:2]
     *batch, row, column = index
     parts.lift.algebra.lengths["d"] = left.shape[-1]
     a = parts.lift.levels(left, (*batch, row, axis("d")), "d")
     b = parts.lift.levels(right, (*batch, axis("d"), column), "d")
+    if parts.lift.algebra.lengths["j"] == const(1):
+        return (a, b) if len(_uses(a[-1])) < len(_uses(b[-1])) else (b, a)
     return (a, b) if "j" in depends(row) else (b, a)
 
 
@@ -291,7 +296,7 @@ class _Spec:
         wide = lambda n: (casts[n] or tensors[n].dtype)
         spec = AttentionSpec(
             batch=tuple(order[:len(batch)]),
-            operands=tuple(Operand(_label(n, t), str(wide(n)).removeprefix("torch."), len(t.shape)) for n, t in enumerate(tensors)),
+            operands=tuple(Operand(name, str(wide(n)).removeprefix("torch."), len(t.shape)) for n, (name, t) in enumerate(zip(_labels(tensors, (q, k, v)), tensors, strict=True))),
             query=access(q), key=access(k), value=access(v), score=done(score), weight=done(weight),
             extra_terms=tuple(done(as_kind(x, "float")) for x in self.parts.extra),
             empty_rows="zero" if self.parts.softmax.call.target is aten._safe_softmax.default or self.settings.fully_masked_rows == "zero" else "nan",
@@ -370,7 +375,12 @@ def _first(value: Value) -> str:
     return value.nodes[0].name if value.nodes else ""
 
 
-def _label(n: int, value: Value) -> str:
-    """A short name to print: the roles for the first three, the graph's own name for captured tensors."""
-    name = _first(value)
-    return name if len(name) <= 24 else name[-24:].lstrip("_")
+def _labels(tensors: list[Value], roles: tuple[Level, ...]) -> list[str]:
+    """Short names to print: the roles, and for captured tensors what their users called them."""
+    out: list[str] = []
+    for t in tensors:
+        role = next((r for r, level in zip("qkv", roles, strict=True) if level.value is t), None)
+        name = role or re.sub(r"_?\d+$", "", re.sub(r".*_(parameters|buffers|kwargs|args)_", "", _first(t).strip("_"))).strip("_")
+        name = re.sub(r"^l_", "", name) or "t"
+        out.append(name if name not in out else f"{name}{sum(o.rstrip('0123456789') == name for o in out) + 1}")
+    return out

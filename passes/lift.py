@@ -142,7 +142,9 @@ class Lift:
     def softmax(self, value: Value, call: Call, index: Index) -> Expr:
         """A softmax met while unfolding the weights: it must run over j, and be the only one."""
         dim = int(call.args[1]) % len(index)
-        offset = self.simplify(apply("sub", index[dim], axis("j")))
+        # Where there is one key its index is 0, and j says nothing.
+        alone = self.algebra.lengths["j"] == const(1) and index[dim].op == "const"
+        offset = index[dim] if alone else self.simplify(apply("sub", index[dim], axis("j")))
         others = tuple(x for k, x in enumerate(index) if k != dim)
         if offset.op != "const" or any("j" in depends(x) for x in others):
             raise Refused(Reason.SOFTMAX_AXIS, _name(value), "lift", f"softmax over dimension {dim}")

@@ -24,11 +24,11 @@ RANDOM = frozenset({"rand", "randn", "randint", "randperm", "rand_like", "randn_
                     "normal_", "uniform_", "random_", "exponential_", "multinomial", "gumbel_softmax", "alpha_dropout"})
 # Operations through which a product's operand is followed: views, copies, casts, repeats, factors.
 TRANSPARENT = frozenset({
-    "transpose", "transpose_", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "unsqueeze_", "squeeze", "squeeze_", "expand", "expand_as",
+    "transpose", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as",
     "broadcast_to", "flatten", "unflatten", "getitem", "__getitem__", "select", "narrow", "slice", "chunk", "split", "split_with_sizes", "tensor_split",
     "unbind", "contiguous", "clone", "to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "repeat_interleave", "repeat",
     "swapaxes", "swapdims", "movedim", "moveaxis", "t", "mT", "T", "view_as", "reshape_as", "detach", "alias", "rearrange",
-    "mul", "mul_", "imul", "multiply", "div", "div_", "truediv", "itruediv", "true_divide", "divide", "neg", "negative", "rmul", "__mul__", "__rmul__", "__truediv__"})
+    "mul", "multiply", "div", "truediv", "true_divide", "divide", "neg", "negative", "rmul", "__mul__", "__rmul__", "__truediv__"})
 _OUT_OF_PLACE = frozenset({"__getitem__", "__matmul__", "__mul__", "__rmul__", "__rmatmul__", "__truediv__", "__add__", "__radd__", "__and__",
                            "__or__", "__sub__", "__rsub__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__"})
 _INPLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",

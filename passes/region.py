@@ -31,7 +31,11 @@ class GraphFacts:
         self.mutations: dict[int, list[Node]] = defaultdict(list)       # storage → the calls that change it
         self.contexts: list[Node] = []
         self.functorch: Node | None = None
+        self.origin: dict[int, Node] = {}                                # storage → the node that made it
         for n in gm.graph.nodes:
+            made = nodes.storage(n)
+            if made is not None:
+                self.origin.setdefault(made, n)
             for target in nodes.mutated(n):
                 at = nodes.storage(target)
                 if at is not None:
@@ -83,7 +87,7 @@ def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Nod
         contraction = nodes.name(node) in nodes.CONTRACTION | nodes.SDPA
         for arg in nodes.inputs(node):
             follow = free[node] and (not contraction or (node is product and arg in candidate.carried) or _is_mask(node, arg))
-            if not _replayable(arg) or (not follow and not _transparent(arg)):
+            if not _replayable(arg) or (not follow and not _transparent(arg)) or not _own_memory(arg, facts):
                 continue
             for found in [arg, *_changes(arg, product, facts, free)]:
                 if found not in free or (follow and not free[found]):
@@ -113,6 +117,13 @@ def _replayable(node: Node) -> bool:
             and called not in nodes.HEAVY | nodes.RANDOM | _CONTEXT and "is_contiguous" not in called)
 
 
+def _own_memory(node: Node, facts: GraphFacts) -> bool:
+    """Whether a call changes nothing, or only memory that replayable operations made: a cache or a projection that is
+    updated in place is read as it is after the update, so the update itself ends the slice."""
+    makers = [facts.origin.get(nodes.storage(t) or 0) for t in nodes.mutated(node)]
+    return all(m is not None and _replayable(m) for m in makers)
+
+
 def _transparent(node: Node) -> bool:
     return nodes.name(node) in nodes.TRANSPARENT
 
@@ -123,7 +134,7 @@ def _changes(node: Node, product: Node, facts: GraphFacts, known: dict[Node, boo
     made_here = at is not None and node.op not in ("placeholder", "get_attr")
     if not made_here or not facts.mutations.get(at or 0):
         return []
-    return [m for m in facts.mutations[at] if facts.position[m] < facts.position[product] and _replayable(m) and m not in known]
+    return [m for m in facts.mutations[at] if facts.position[m] < facts.position[product] and _replayable(m) and _own_memory(m, facts) and m not in known]
 
 
 def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: GraphFacts) -> None:
