@@ -24,10 +24,11 @@ from .ranges import Ranges, analyse, full_range, key_range
 from .reference import batch_index, check_call
 from .spec import Access, AttentionSpec, dtype_of
 
-TILE = 1 << 20
-"""Elements of one score tile. Larger tiles leave the processor's caches, smaller ones pay for their Python (measured)."""
-ROWS = 256
-"""Queries of a tile, at most."""
+CPU_TILE, CPU_ROWS = 1 << 19, 128
+"""Elements of a score tile, and its queries at most: larger tiles leave the processor's caches, smaller ones pay for their
+Python (measured with 12 heads of 64 at 1024 and 4096 keys). Backward, which holds more of them at once, halves the tile."""
+GPU_TILE, GPU_ROWS = 1 << 24, 1024
+"""The same where every operation is a launch."""
 NEG_INF = float("-inf")
 
 
@@ -129,27 +130,31 @@ def _pieces(length: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def _chunks(call: Call, rows: int) -> Iterator[Box]:
-    """Boxes of the batch axes, together all of them; inner axes stay whole as long as a tile of `rows` keys and queries fits."""
-    left = max(TILE // (rows * rows), 1)
+def _chunks(call: Call, budget: int) -> Iterator[Box]:
+    """Boxes of the batch axes, together all of them, of at most `budget` positions; inner axes stay whole where they fit."""
     steps: list[int] = []
     for length in reversed(call.shape):
-        steps.insert(0, max(min(length, left), 1))
-        left = max(left // max(length, 1), 1) if steps[0] == length else 1
+        steps.insert(0, max(min(length, budget), 1))
+        budget = budget // length if 0 < length <= budget else 1
     pieces = [_pieces(length, step) for length, step in zip(call.shape, steps, strict=True)]
     for ranges in itertools.product(*pieces):
         yield dict(zip(call.spec.batch, ranges, strict=True))
 
 
-def _row_tiles(call: Call) -> Iterator[tuple[Box, int]]:
-    """Boxes of batch axes and queries, each with the number of keys that its tiles should have."""
+def _row_tiles(call: Call, share: int = 1) -> Iterator[tuple[Box, int]]:
+    """Boxes of batch axes and queries, each with the number of keys that its tiles should have.
+
+    `share` is how many score tiles are alive at once.
+    """
+    tile, most = (CPU_TILE, CPU_ROWS) if call.device.type == "cpu" else (GPU_TILE, GPU_ROWS)
+    tile = max(tile // share, 1)
     queries, keys = call.sizes["i"], call.sizes["j"]
-    depth = {a: (0, call.sizes[a]) for a in ("d", "e")}
-    for chunk in _chunks(call, min(ROWS, max(queries, 1), max(keys, 1))):
+    whole = {a: (0, call.sizes[a]) for a in ("d", "e")}
+    rows = max(min(most, queries, tile), 1)
+    for chunk in _chunks(call, max(tile // (rows * max(min(most, keys), 1)), 1)):
         batch = math.prod(stop - start for start, stop in chunk.values())
-        rows = max(1, min(queries, ROWS, TILE // max(batch, 1)))
         for i in _pieces(queries, rows):
-            yield chunk | depth | {"i": i}, max(TILE // (batch * (i[1] - i[0])), 16)
+            yield chunk | whole | {"i": i}, max(tile // max(batch * (i[1] - i[0]), 1), 16)
 
 
 def _key_tiles(call: Call, box: Box, step: int, everything: bool) -> Iterator[tuple[Box, Expr]]:
@@ -185,7 +190,7 @@ def _env(call: Call, box: Box, order: tuple[str, ...]) -> Env:
     return Env(axes, call.sizes, raw, call.dtype, call.device, keep=keep)
 
 
-def _run(call: Call, expr: Expr, box: Box, memo: dict[Expr, torch.Tensor]) -> torch.Tensor:
+def run(call: Call, expr: Expr, box: Box, memo: dict[Expr, torch.Tensor]) -> torch.Tensor:
     """The value of a program on a tile; broadcasts to it. Loads become views where they can."""
     order = call.score_axes if "j" in box else call.score_axes[:-1]
     kinds = {"float": call.dtype, "int": torch.int64, "bool": torch.bool}
@@ -202,7 +207,7 @@ def _shape(box: Box, order: Sequence[str]) -> list[int]:
 def _score(call: Call, program: Expr, box: Box, query: torch.Tensor, key: torch.Tensor, memo: dict[Expr, torch.Tensor]) -> torch.Tensor:
     if "dot" in depends(program):
         memo[DOT] = product(query, key.transpose(-1, -2))
-    return _run(call, program, box, memo)
+    return run(call, program, box, memo)
 
 
 def _writable(program: Expr, score: torch.Tensor, shape: list[int]) -> bool:
@@ -225,7 +230,7 @@ class _Rows:
         self.output = torch.zeros([*shape, call.sizes["e"]], **options)
         self.fresh = True
         if call.spec.extra_terms:
-            terms = [_run(call, t, box, {}).expand(shape) for t in call.spec.extra_terms]
+            terms = [run(call, t, box, {}).expand(shape) for t in call.spec.extra_terms]
             self._absorb(torch.stack(terms, -1))
 
     def _absorb(self, score: torch.Tensor, write: bool = False) -> torch.Tensor:
@@ -253,7 +258,7 @@ class _Rows:
         write = _writable(program, score, shape)
         weight = self._absorb(score.expand(shape), write)
         if spec.weight != WEIGHT:
-            weight = _run(call, spec.weight, tile, {WEIGHT: weight}).expand(shape)
+            weight = run(call, spec.weight, tile, {WEIGHT: weight}).expand(shape)
         self.output += product(weight, call.rectangle(spec.value, tile, ("j", "e")))
 
     def unseen(self) -> bool:
@@ -273,7 +278,7 @@ class _Rows:
             tile = self.box | {"j": (a, b)}
             shape = _shape(tile, call.score_axes)
             nothing = torch.where(empty, float("nan"), 0.0).to(call.dtype).expand(shape)
-            weight = _run(call, spec.weight, tile, {WEIGHT: nothing}).expand(shape)
+            weight = run(call, spec.weight, tile, {WEIGHT: nothing}).expand(shape)
             extra = product(weight, call.rectangle(spec.value, tile, ("j", "e")))
             self.output = torch.where(empty, self.output + extra, self.output)
 
@@ -353,7 +358,7 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     call = prepare(spec, operands, sizes, seed)
     grads = {n: torch.zeros(t.shape, dtype=call.dtype, device=call.device) for n, t in enumerate(operands) if needs[n]}
     split = [_split_dims(call, t) for t in (grad_out, out, stats)]
-    for box, step in _row_tiles(call) if grads and call.sizes["j"] else ():
+    for box, step in _row_tiles(call, share=2) if grads and call.sizes["j"] else ():
         place = tuple(slice(*box[a]) for a in call.score_axes[:-1])
         rows = _row_gradients(call, box, *(t[place].to(call.dtype) for t in split))
         unseen = bool((rows.maximum <= call.ranges.masked_below).any()) or bool(rows.maximum.isnan().any())
@@ -386,8 +391,8 @@ def _backward_tile(call: Call, tile: Box, program: Expr, rows: _RowGradients, gr
     weight, arrived = probability, product(rows.grad_out, value.transpose(-1, -2)).expand(shape)
     if spec.weight != WEIGHT:
         after: dict[Expr, torch.Tensor] = {WEIGHT: probability, UPSTREAM: arrived}
-        weight = _run(call, spec.weight, tile, after).expand(shape)
-        arrived = _run(call, adjoint(spec.weight, WEIGHT), tile, after).expand(shape)
+        weight = run(call, spec.weight, tile, after).expand(shape)
+        arrived = run(call, adjoint(spec.weight, WEIGHT), tile, after).expand(shape)
         _add_loads(call, spec.weight, tile, after, grads)
     if spec.value.operand in grads:
         part = contract(weight, rows.grad_out, value.shape[:-2])
@@ -404,7 +409,7 @@ def _add_dot(call: Call, program: Expr, tile: Box, memo: dict[Expr, torch.Tensor
     slope = adjoint(program, DOT)
     if slope == ZERO or not grads.keys() & {spec.query.operand, spec.key.operand}:
         return
-    grad = _run(call, slope, tile, memo).expand(_shape(tile, call.score_axes))
+    grad = run(call, slope, tile, memo).expand(_shape(tile, call.score_axes))
     if spec.query.operand in grads:
         rows.grad_query += product(grad, key).sum_to_size(rows.query.shape)
     if spec.key.operand in grads:
@@ -420,7 +425,7 @@ def _add_loads(call: Call, program: Expr, box: Box, memo: dict[Expr, torch.Tenso
             continue
         slope = adjoint(program, node)
         if slope != ZERO:
-            grad = _run(call, slope, box, memo).expand(_shape(box, order))
+            grad = run(call, slope, box, memo).expand(_shape(box, order))
             call.elements.add(grads[int(node.attr)], node.args, box, order, grad)  # type: ignore[arg-type]
 
 
@@ -428,6 +433,6 @@ def _backward_extra(call: Call, term: Expr, box: Box, rows: _RowGradients, grads
     """An extra column has a weight and no value: its gradient is -weight · delta."""
     memo: dict[Expr, torch.Tensor] = {}
     shape = _shape(box, call.score_axes[:-1])
-    score = _run(call, term, box, memo).expand(shape).unsqueeze(-1)
+    score = run(call, term, box, memo).expand(shape).unsqueeze(-1)
     memo[UPSTREAM] = (rows.weights(score) * -rows.delta).squeeze(-1)
     _add_loads(call, term, box, memo, grads)

@@ -1,0 +1,223 @@
+"""The operators that a rewritten graph calls, and the choice of who computes them.
+
+    torch.ops.attnfuse.attention(operands, sizes, seed, spec) -> (out, stats)
+    torch.ops.attnfuse.attention_backward(grad_out, operands, out, stats, sizes, seed, spec, needs) -> gradients
+
+`spec` is `AttentionSpec.to_json()`, `sizes` the integers of `AttentionSpec.size_names`; out (batch…, i, e) has the strides that
+`spec.out_order` says, stats (batch…, i, 2) are the row statistics of `walker.forward`. A gradient that is not needed
+comes back as an empty tensor, for an operator cannot return None in a list.
+
+On the CPU plain attention goes to PyTorch's fused kernel and everything else to the walker; on a GPU the generated
+kernels run, and the walker what they do not support, which is said once a reason.
+"""
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from . import cpu, walker
+from .reference import reference
+from .settings import current
+from .spec import AttentionSpec
+
+Executor = Literal["auto", "reference", "walker", "triton"]
+Result = tuple[torch.Tensor, torch.Tensor]
+
+log = logging.getLogger("attnfuse")
+_library = torch.library.Library("attnfuse", "DEF")  # noqa: TOR901  (lives as long as the module)
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define("attention(Tensor[] operands, SymInt[] sizes, Tensor? seed, str spec) -> (Tensor out, Tensor stats)", tags=_tags)
+_library.define("attention_backward(Tensor grad_out, Tensor[] operands, Tensor out, Tensor stats, SymInt[] sizes, Tensor? seed, str spec, "
+                "bool[] needs) -> Tensor[]", tags=_tags)
+
+SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; take it through the original model, which attnfuse did not "
+                     "rewrite (call it eagerly, or compile it with backend=\"inductor\")")
+
+
+# ---- who computes
+
+_forced: Executor = "auto"
+_said: set[str] = set()
+
+
+@contextmanager
+def force_executor(name: Executor) -> Iterator[None]:
+    """Let one executor compute every attention in the process, and fail where it can't: for tests and comparisons.
+
+    ``"reference"`` is dense and differentiates by the walker. Raises ValueError for an unknown name.
+    """
+    global _forced
+    if name not in ("auto", "reference", "walker", "triton"):
+        raise ValueError(f"no executor {name!r}: expected auto, reference, walker or triton")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def _say_once(reason: str) -> None:
+    if reason not in _said:
+        _said.add(reason)
+        log.warning("computed by the tiled loop in PyTorch: %s", reason)
+        warnings.warn(f"attnfuse computes an attention by the tiled loop in PyTorch: {reason}", stacklevel=3)
+
+
+def _generated(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None) -> Result | None:
+    """The generated kernel's result; None, said once, where there is none."""
+    try:
+        launch: Any = importlib.import_module("attnfuse.codegen.launch")
+    except ImportError as e:
+        _say_once(f"the generated kernels are not available ({e})")
+        return None
+    try:
+        return launch.forward(spec, operands, sizes, seed)
+    except launch.Unsupported as e:
+        _say_once(str(e))
+    except Exception as e:
+        if not type(e).__module__.startswith("triton"):
+            raise
+        _say_once(f"a generated kernel did not compile ({type(e).__name__}: {str(e)[:200]})")
+    return None
+
+
+def _forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None) -> Result:
+    if _forced == "reference":
+        out = walker.allocate_out(spec, sizes, operands[spec.query.operand])
+        return out.copy_(reference(spec, operands, sizes, seed)), walker.forward(spec, operands, sizes, seed)[1]
+    if _forced == "triton":
+        return importlib.import_module("attnfuse.codegen.launch").forward(spec, operands, sizes, seed)
+    device = operands[spec.query.operand].device.type
+    if _forced == "auto":
+        fast = None
+        if device == "cpu":
+            fast = cpu.forward(spec, operands, sizes)
+        elif device == "cuda" and current().executor != "torch":
+            fast = _generated(spec, operands, sizes, seed)
+        if fast is not None:
+            return fast
+    return walker.forward(spec, operands, sizes, seed)
+
+
+def _without_autocast(device: torch.device) -> Any:
+    """The spec fixes every dtype, so a surrounding autocast must not reach the products."""
+    return torch.autocast(device.type, enabled=False)
+
+
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
+def _attention(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> Result:
+    parsed = AttentionSpec.from_json(spec)
+    with torch.no_grad(), _without_autocast(operands[parsed.query.operand].device):
+        return _forward(parsed, operands, sizes, seed)
+
+
+@torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
+def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
+                        sizes: Sequence[int], seed: torch.Tensor | None, spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
+    parsed = AttentionSpec.from_json(spec)
+    with torch.no_grad(), _without_autocast(grad_out.device):
+        grads = None
+        if _forced == "auto" and grad_out.device.type == "cpu":
+            grads = cpu.backward(parsed, grad_out, operands, out, stats, sizes, needs)
+        if grads is None:
+            grads = walker.backward(parsed, grad_out, operands, out, stats, sizes, seed, needs)
+    return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
+
+
+# ---- shapes without values
+
+@torch.library.register_fake("attnfuse::attention", lib=_library)
+def _fake(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> Result:
+    parsed = AttentionSpec.from_json(spec)
+    out = walker.allocate_out(parsed, sizes, operands[parsed.query.operand])
+    return out, out.new_empty([*out.shape[:-1], 2], dtype=parsed.compute_dtype)
+
+
+@torch.library.register_fake("attnfuse::attention_backward", lib=_library)
+def _fake_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
+                   sizes: Sequence[int], seed: torch.Tensor | None, spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
+    return [t.new_empty(t.shape if need else 0) for t, need in zip(operands, needs, strict=True)]
+
+
+# ---- autograd
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
+    operands, sizes, seed, spec = inputs
+    out, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, out, stats, *([] if seed is None else [seed]))
+    ctx.count, ctx.sizes, ctx.spec = len(operands), sizes, spec
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return [None] * ctx.count, None, None, None
+    operands, rest = ctx.saved_tensors[:ctx.count], ctx.saved_tensors[ctx.count:]
+    out, stats, seed = rest[0], rest[1], rest[2] if len(rest) > 2 else None
+    needs = list(ctx.needs_input_grad[0])
+    grads = torch.ops.attnfuse.attention_backward(grad_out, operands, out, stats, ctx.sizes, seed, ctx.spec, needs)
+    return [g if need else None for g, need in zip(grads, needs, strict=True)], None, None, None
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(SECOND_DERIVATIVE)
+
+
+torch.library.register_autograd("attnfuse::attention", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("attnfuse::attention_backward", _no_second_derivative, lib=_library)
+
+
+# ---- vmap: one call a sample
+
+def _over_samples(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
+    pick = lambda value, dim, n: value if dim is None else value.select(dim, n)
+
+    def sample(n: int) -> list[Any]:
+        return [[pick(v, d, n) for v, d in zip(value, dim, strict=True)] if isinstance(dim, (list, tuple)) else pick(value, dim, n)
+                for value, dim in zip(args, dims, strict=True)]
+    return [op(*sample(n)) for n in range(info.batch_size)]
+
+
+def _vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    results = _over_samples(torch.ops.attnfuse.attention, info, dims, args)
+    return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
+
+
+def _vmap_backward(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    results = _over_samples(torch.ops.attnfuse.attention_backward, info, dims, args)
+    grads = [torch.stack(column) for column in zip(*results, strict=True)]
+    return grads, [0] * len(grads)
+
+
+torch.library.register_vmap("attnfuse::attention", _vmap, lib=_library)
+torch.library.register_vmap("attnfuse::attention_backward", _vmap_backward, lib=_library)
+
+
+# ---- arithmetic
+
+def _flops(spec: str, sizes: Sequence[int], products_d: int, products_e: int) -> int:
+    """Two for each multiply-add of the products of two matrices, over all pairs: masks are not discounted, as PyTorch doesn't."""
+    parsed = AttentionSpec.from_json(spec)
+    named = dict(zip(parsed.size_names, sizes, strict=True))
+    pairs = math.prod(named[a] for a in (*parsed.batch, "i", "j"))
+    return 2 * pairs * (products_d * named["d"] + products_e * named["e"])
+
+
+@register_flop_formula(torch.ops.attnfuse.attention)
+def _attention_flops(operands: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any, **__: Any) -> int:
+    return _flops(spec, sizes, 1, 1)
+
+
+@register_flop_formula(torch.ops.attnfuse.attention_backward)
+def _backward_flops(grad_out: Any, operands: Any, out: Any, stats: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any,
+                    **__: Any) -> int:
+    return _flops(spec, sizes, 3, 2)
