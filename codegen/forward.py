@@ -1,0 +1,460 @@
+"""The emitter of the forward kernel: spec and plan → the source of one Triton function.
+
+Sections, always in this order: which tile · scalars · load Q · row vectors · key range · loop over K tiles (scores, mask,
+online softmax, accumulate) · epilogue. The key loop is split: tiles in which every bound of `Ranges` holds run the program
+without those predicates and without masks; the others run the whole program with the tail masked. Where fills are finite
+the skipped tiles are visited after all if some row saw no allowed key (speculative skipping).
+
+Invariant: the text is a function of (spec, plan) alone.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from ..algebra import affine
+from ..program import WEIGHT, Expr, const, depends, loads, substitute, walk
+from ..ranges import Bound, Ranges, analyse
+from ..spec import Access, AttentionSpec
+from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsupported, on_host
+from .helpers import HELPERS
+from .plan import HALF, KernelPlan, products
+from .scores import Body, Programs, level, literal, prepare
+from .writer import Writer
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+LARGEST_FOLDED = 1e4
+"""Above this a constant in the scores, times log2(e), would lose the digits of the scores beside it."""
+
+_RESERVED = (
+    "tl triton q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max safe_max alpha pid tile batch "
+    "n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop stop_tile unseen "
+    "n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N BLOCK_D BLOCK_E HEAD_DIM "
+    "VALUE_DIM weights discarded term i j d e").split() + list(HELPERS)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A generated function: its name, its source (helpers first), and how it is called: pointers, integers, then constants."""
+
+    name: str
+    source: str
+    pointers: tuple[Pointer, ...]
+    integers: tuple[Integer, ...]
+    constants: tuple[tuple[str, int], ...]
+
+
+@functools.lru_cache(maxsize=512)
+def emit(spec: AttentionSpec, plan: KernelPlan) -> Kernel:
+    """The forward kernel of a spec under a plan.
+
+    Raises:
+        Unsupported: an index map of query, key or value that is not affine in its own two axes.
+    """
+    return _Forward(spec, plan).kernel()
+
+
+def readable_name(spec: AttentionSpec, plan: KernelPlan) -> str:
+    """A name that says what the kernel does: ``attention_forward_causal_d128_bfloat16``."""
+    bounds = analyse(spec).bounds
+    words = ["attention_forward"]
+    if any(b.slope and b.side == "upper" for b in bounds):
+        words.append("window" if any(b.slope and b.side == "lower" for b in bounds) else "causal")
+    words += [word for word, there in (("sinks", spec.extra_terms), ("bias", any(level(x) == "tile" for x in loads(spec.score))),
+                                       ("dropout", spec.dropouts)) if there]
+    words.append(f"d{plan.depth}" + (f"x{plan.value_depth}" if plan.value_depth != plan.depth else ""))
+    return "_".join([*words, spec.operands[spec.query.operand].dtype])
+
+
+def foldable(spec: AttentionSpec, *programs: Expr) -> bool:
+    """Whether scores may be scaled by log2(e) before the maximum is taken: no value in them can be large beside the dot products.
+
+    float32 operands keep the other order, which rounds once less.
+    """
+    plain = {"const", "axis", "size", "dot", "load", "add", "sub", "mul", "neg", "where", "tanh", "le", "lt", "ge", "gt", "eq", "ne", "and",
+             "or", "xor", "not", "float", "int", "bool", "abs", "min", "max", "floordiv", "mod"}
+    for node in (x for e in programs for x in walk(e)):
+        if node.op not in plain or (node.op == "load" and node.kind == "float" and depends(node) & {"i", "j"}):
+            return False
+        if node.op == "const" and node.kind == "float" and math.isfinite(node.value) and abs(node.value) > LARGEST_FOLDED:
+            return False
+    return products(spec)[0] in HALF
+
+
+def scale_of(expr: Expr) -> tuple[float, Expr]:
+    """(c, x) with expr = c·x and c > 0, taken out of fills with -inf: ``where(p, 0.125 * s, -inf)`` is 0.125 · ``where(p, s, -inf)``."""
+    if expr.op == "mul" and expr.args[0].op == "const" and 0.0 < float(expr.args[0].value) < math.inf:
+        inner, rest = scale_of(expr.args[1])
+        return float(expr.args[0].value) * inner, rest
+    if expr.op == "where":
+        infinite = [a.op == "const" and math.isinf(float(a.value)) for a in expr.args[1:]]
+        if infinite.count(True) == 1:
+            live = infinite.index(False) + 1
+            factor, rest = scale_of(expr.args[live])
+            args = tuple(rest if n == live else a for n, a in enumerate(expr.args))
+            return factor, Expr("where", args, None, expr.kind)
+    return 1.0, expr
+
+
+class _Forward:
+    """One emission. `programs` collects arguments and hoisted lines while the loop bodies are written, so those come first."""
+
+    def __init__(self, spec: AttentionSpec, plan: KernelPlan) -> None:
+        self.spec, self.plan = spec, plan
+        self.arguments = Arguments()
+        self.names = Names(_RESERVED)
+        constants = {"d": plan.depth, "e": plan.value_depth}
+        self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants)
+        self.ranges: Ranges = analyse(spec)
+        self.score = prepare(spec.score, constants)
+        self.inside = prepare(self.ranges.inside, constants)
+        self.weight = prepare(spec.weight, constants)
+        self.terms = tuple(prepare(t, constants) for t in spec.extra_terms)
+        self.qk_dtype, self.pv_dtype = products(spec)
+        self.precision = f', input_precision="{plan.precision}"'
+        self._choose_exponent()
+
+    def _choose_exponent(self) -> None:
+        """Whether the maximum is kept in units of log2(e), and which factor of the scores joins that unit."""
+        self.folded = foldable(self.spec, self.score, self.inside, *self.terms)
+        self.unit = LOG2E
+        if self.folded and not self.terms:
+            (a, score), (b, inside) = scale_of(self.score), scale_of(self.inside)
+            if a == b:
+                self.unit, self.score, self.inside = a * LOG2E, score, inside
+
+    # ---- the whole
+
+    def kernel(self) -> Kernel:
+        """Write the loops first, then what they turned out to need, and put everything in order."""
+        for name, operand in (("q_ptr", self.spec.query.operand), ("k_ptr", self.spec.key.operand), ("v_ptr", self.spec.value.operand)):
+            self.arguments.pointer(name, operand)
+        which, query, bases, loops, epilogue = Writer(), Writer(), Writer(), Writer(), Writer()
+        self._which_tile(which)
+        self._load_query(query, bases)
+        self._range(loops)
+        self._state(loops)
+        self._loops(loops)
+        self._epilogue(epilogue)
+        self.arguments.pointer("out_ptr", "out")
+        self.arguments.pointer("stats_ptr", "stats")
+
+        body = Writer()
+        body.line(f'"""{_summary(self.spec)}"""')
+        body.extend(which.lines)
+        if self.programs.scalars:
+            body.gap("what depends on neither the query nor the key")
+            body.extend(self.programs.scalars)
+        self._append(body, query)
+        if self.programs.rows:
+            body.gap("what depends on the query alone")
+            body.extend(self.programs.rows)
+        for part in (bases, loops, epilogue):
+            self._append(body, part)
+        return self._wrap(body)
+
+    @staticmethod
+    def _append(body: Writer, part: Writer) -> None:
+        """A section after the others, with a blank line between."""
+        if part.lines:
+            body.gap()
+            body.extend(part.lines)
+
+    def _wrap(self, body: Writer) -> Kernel:
+        name = readable_name(self.spec, self.plan)
+        pointers, integers = self.arguments.ordered()
+        plan = self.plan
+        sizes = [a.name for a in integers if isinstance(a, Size)]
+        out = Writer()
+        for helper in sorted(self.programs.helpers):
+            out.extend(HELPERS[helper].strip("\n").split("\n"))
+            out.line()
+            out.line()
+        # A length of 1 or a multiple of 16 must not make another kernel.
+        out.call("@triton.jit(do_not_specialize=[", [f'"{n}"' for n in sizes], "])")
+        constants = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "BLOCK_E": plan.block_e}
+        text = "\n".join(body.lines)
+        used = tuple((n, v) for n, v in (*constants.items(), ("HEAD_DIM", plan.depth), ("VALUE_DIM", plan.value_depth)) if n in text)
+        out.call(f"def {name}(", [*(p.name for p in pointers), *(a.name for a in integers), *(f"{n}: tl.constexpr" for n, _ in used)], "):")
+        out.extend(f"    {line}" if line else "" for line in body.lines)
+        return Kernel(name, out.text(), pointers, integers, used)
+
+    # ---- sections
+
+    def _which_tile(self, w: Writer) -> None:
+        spec, plan = self.spec, self.plan
+        self.programs.size("i"), self.programs.size("j")
+        w.line("# which queries of which attention")
+        w.line("n_tiles = tl.cdiv(n_queries, BLOCK_M)")
+        w.line("pid = tl.program_id(0)")
+        if any(b.slope and b.side == "upper" for b in self.ranges.bounds):
+            w.line("tile = n_tiles - 1 - pid % n_tiles        # later queries see more keys: the longest tiles start first")
+        else:
+            w.line("tile = pid % n_tiles")
+        w.line("batch = pid // n_tiles")
+        rest = "batch"
+        for number, name in reversed(list(enumerate(spec.batch))):
+            axis = self.programs.axis(name)
+            if number == 0:
+                w.line(f"{axis} = {rest}")
+            elif number == 1:
+                w.line(f"{axis} = {rest} % {self.programs.size(name)}")
+                rest = f"{rest} // {self.programs.size(name)}"
+            else:
+                outer = self.names.of(("outer", name), f"outer_{name}")
+                w.line(f"{axis} = {rest} % {self.programs.size(name)}")
+                w.line(f"{outer} = {rest} // {self.programs.size(name)}")
+                rest = outer
+        wide = ".to(tl.int64)" if plan.index_bits == 64 else ""
+        w.line("start_m = tile * BLOCK_M")
+        w.line(f"offs_m = {'(' if wide else ''}start_m + tl.arange(0, BLOCK_M){')' if wide else ''}{wide}")
+        w.line(f"offs_d = tl.arange(0, BLOCK_D){wide}")
+        w.line(f"offs_e = tl.arange(0, BLOCK_E){wide}")
+        w.line("m_mask = offs_m < n_queries")
+        self.d_padded, self.e_padded = plan.depth < plan.block_d, plan.value_depth < plan.block_e
+        if self.d_padded:
+            w.line("d_mask = offs_d < HEAD_DIM")
+        if self.e_padded:
+            w.line("e_mask = offs_e < VALUE_DIM")
+
+    def _strides(self, access: Access, name: str, axes: tuple[str, str], labels: tuple[str, str]) -> list[str]:
+        """Arguments for the steps along an operand's own two axes; the summands of its base go to the returned list."""
+        terms: dict[str, list[tuple[int, Expr]]] = {a: [] for a in axes}
+        outer: list[tuple[int, Expr]] = []
+        for dim, index in enumerate(access.index):
+            parts = affine(index, axes)
+            if parts is None or any(not on_host(c) for c in parts[0].values()):
+                raise Unsupported(f"{name} is read at {index}, which is not a multiple of {' and '.join(axes)} plus a batch offset")
+            for axis, coefficient in parts[0].items():
+                if coefficient != const(0):
+                    terms[axis].append((dim, coefficient))
+            rest = prepare(parts[1], self.programs.constants)
+            if rest != const(0):
+                outer.append((dim, rest))
+        for axis, label in zip(axes, labels, strict=True):
+            self.arguments.integer(Stride(f"{name}_stride_{label}", access.operand, tuple(terms[axis])))
+        return Body(self.programs, masked=False).base_terms(access.operand, tuple(outer), name)
+
+    def _load_query(self, query: Writer, bases: Writer) -> None:
+        spec = self.spec
+        query.gap("load Q")
+        base = self._strides(spec.query, "q", ("i", "d"), ("m", "d"))
+        if base:
+            query.call("q_ptr += ", [" + ".join(base)], "")
+        mask = "m_mask[:, None] & d_mask[None, :]" if self.d_padded else "m_mask[:, None]"
+        load = f"tl.load(q_ptr + offs_m[:, None] * q_stride_m + offs_d[None, :] * q_stride_d, mask={mask}, other=0.0)"
+        query.line(f"q = {load}{self._cast(spec.query, self.qk_dtype)}")
+        for access, name, axes, labels in ((spec.key, "k", ("j", "d"), ("n", "d")), (spec.value, "v", ("j", "e"), ("n", "e"))):
+            base = self._strides(access, name, axes, labels)
+            if base:
+                bases.line(f"{name}_ptr += {' + '.join(base)}")
+
+    def _cast(self, access: Access, dtype: str) -> str:
+        return "" if self.spec.operands[access.operand].dtype == dtype else f".to(tl.{dtype})"
+
+    # ---- key range
+
+    def _edges(self, side: str, row: str) -> list[str]:
+        """Text of the outermost key that each bound of a side allows for the query `row`."""
+        out: list[str] = []
+        for bound in self.ranges.bounds:
+            if bound.side == side:
+                out.append(self._edge(bound, row))
+        return out
+
+    def _edge(self, bound: Bound, row: str) -> str:
+        offset = self.programs.scalar(bound.offset)
+        if not bound.slope:
+            return offset.text
+        if offset.text == "0":
+            return row
+        return f"{row} - {offset.text[1:]}" if offset.text.startswith("-") and offset.strength == 7 else f"{row} + {offset.within(4)}"
+
+    def _range(self, w: Writer) -> None:
+        """Variables: keys [start, stop) may count; in [full_start, full_stop) every bound holds. All but `stop` lie on tile borders."""
+        uppers = any(b.side == "upper" for b in self.ranges.bounds)
+        lowers = any(b.side == "lower" for b in self.ranges.bounds)
+        self.lowers, self.bounded = lowers, uppers or lowers
+        w.gap("which keys these queries can see; in full tiles they see all of them" if self.bounded else "all tiles but the last are full")
+        if any(b.slope for b in self.ranges.bounds):
+            w.line("last_m = tl.minimum(start_m + BLOCK_M, n_queries) - 1")
+        fold = lambda f, items: functools.reduce(lambda a, b: f"{f}({a}, {b})", items)
+        narrow = lambda text: text if self.plan.index_bits == 32 else f"({text}).to(tl.int32)"
+        stop, full = "n_keys", "n_keys"
+        if uppers:
+            stop = fold("tl.minimum", ["n_keys", *(f"{x} + 1" for x in self._edges("upper", "last_m"))])
+            w.line(f"stop = tl.maximum({narrow(stop)}, 0)")
+            full = fold("tl.minimum", ["n_keys", *(f"{x} + 1" for x in self._edges("upper", "start_m"))])
+            stop = "stop"
+        if lowers:
+            start = fold("tl.maximum", ["0", *self._edges("lower", "start_m")])
+            w.line(f"start = tl.minimum({narrow(start)}, {stop}) // BLOCK_N * BLOCK_N")
+            full_start = fold("tl.maximum", ["start", *self._edges("lower", "last_m")])
+            w.line(f"full_start = tl.minimum(tl.cdiv({narrow(full_start)}, BLOCK_N), tl.cdiv({stop}, BLOCK_N)) * BLOCK_N")
+            w.line(f"full_stop = tl.maximum({narrow(full)} // BLOCK_N * BLOCK_N, full_start)")
+        elif uppers:
+            w.line(f"full_stop = tl.maximum({narrow(full)}, 0) // BLOCK_N * BLOCK_N")
+        else:
+            w.line("full_stop = n_keys // BLOCK_N * BLOCK_N")
+        self.stop = stop
+        self.start = "start" if lowers else "0"
+        self.full_start = "full_start" if lowers else "0"
+
+    def _state(self, w: Writer) -> None:
+        w.gap("online softmax: the running maximum, the sum of the weights relative to it, and the weighted values")
+        texts = [self.programs.row(t) for t in self.terms]
+        if not texts:
+            w.line('row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)')
+            w.line("row_sum = tl.zeros([BLOCK_M], tl.float32)")
+        else:
+            unit = f" * {LOG2E}" if self.folded else ""
+            scaled = [f"({t}){unit}" if unit else t for t in texts]
+            w.line(f"row_max = tl.zeros([BLOCK_M], tl.float32) + {functools.reduce(lambda a, b: f'tl.maximum({a}, {b})', scaled)}")
+            w.line('safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)')
+            power = lambda t: f"tl.exp2({t} - safe_max)" if self.folded else f"tl.exp2(({t} - safe_max) * {LOG2E})"
+            w.line(f"row_sum = {' + '.join(power(t) for t in scaled)}")
+        w.line("acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)")
+
+    # ---- the loops
+
+    def _loops(self, w: Writer) -> None:
+        w.gap("full tiles: every bound holds for every row" if self.bounded else "full tiles")
+        with w.block(f"for start_n in range({self.full_start}, full_stop, BLOCK_N):"):
+            self._tile(w, self.inside, masked=False)
+        if self.lowers:
+            w.gap("tiles that a bound or the end of the keys cuts, on both sides of the full ones")
+            w.line("n_left = (full_start - start) // BLOCK_N")
+            w.line(f"n_partial = n_left + tl.cdiv(tl.maximum({self.stop} - full_stop, 0), BLOCK_N)")
+            with w.block("for step in range(0, n_partial):"):
+                w.line("start_n = tl.where(step < n_left, start + step * BLOCK_N, full_stop + (step - n_left) * BLOCK_N)")
+                self._tile(w, self.score, masked=True)
+        else:
+            w.gap("tiles that a bound or the end of the keys cuts" if self.bounded else "the last tile, where keys may be missing")
+            with w.block(f"for start_n in range(full_stop, {self.stop}, BLOCK_N):"):
+                self._tile(w, self.score, masked=True)
+        if self.ranges.speculative:
+            self._sweep(w)
+
+    def _sweep(self, w: Writer) -> None:
+        w.gap("A row that saw no allowed key weighs ALL keys by their filled scores, as written: let its tile visit the skipped ones.")
+        w.line(f"unseen = m_mask & (row_max <= {literal(self.ranges.masked_below)})")
+        visited = f"tl.maximum(tl.cdiv({self.stop}, BLOCK_N) * BLOCK_N, full_stop)" if self.bounded else "full_stop"
+        w.line(f"stop_tile = {visited}")
+        if self.lowers:
+            w.line("n_before = start // BLOCK_N")
+        w.line(f"n_swept = {'n_before + ' if self.lowers else ''}tl.cdiv(tl.maximum(n_keys - stop_tile, 0), BLOCK_N)")
+        w.line("n_swept = tl.where(tl.max(unseen.to(tl.int32), 0) > 0, n_swept, 0)")
+        with w.block("for step in range(0, n_swept):"):
+            if self.lowers:
+                w.line("start_n = tl.where(step < n_before, step * BLOCK_N, stop_tile + (step - n_before) * BLOCK_N)")
+            else:
+                w.line("start_n = stop_tile + step * BLOCK_N")
+            self._tile(w, self.score, masked=True)
+
+    def _columns(self, w: Writer, masked: bool) -> None:
+        wide = self.plan.index_bits == 64
+        w.line(f"offs_n = {'(' if wide else ''}start_n + tl.arange(0, BLOCK_N){').to(tl.int64)' if wide else ''}")
+        if masked:
+            w.line("n_mask = offs_n < n_keys")
+
+    def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
+        """One tile: scores, mask, online softmax, accumulate."""
+        body = Body(self.programs, masked)
+        score = body.tile(program)
+        before = list(body.tiles)
+        body.tiles.clear()
+        plain = self.weight == WEIGHT
+        weights = "p" if plain else body.tile(self.weight)
+        self._columns(w, masked)
+        if any("dot" in depends(x) for x in (program,)):
+            self._load(w, "k", "d", masked, self.d_padded, self._cast(self.spec.key, self.qk_dtype))
+        w.extend(body.columns)
+        if "dot" in depends(program):
+            w.line(f"qk = tl.dot(q, tl.trans(k){self.precision if self.qk_dtype == 'float32' else ''})")
+        w.extend(before)
+        name = "qk" if score == "qk" else "score"
+        if name == "score":
+            w.line(f"score = {score}")
+        if masked:
+            w.line(f'score = tl.where(n_mask[None, :], {name}, float("-inf"))')
+            name = "score"
+        self._softmax(w, name)
+        w.extend(body.tiles)
+        self._load(w, "v", "e", masked, self.e_padded, self._cast(self.spec.value, self.pv_dtype))
+        if not plain:
+            w.line(f"weights = {weights}")
+            weights = "weights"
+        cast = "" if self.pv_dtype == "float32" else f".to(tl.{self.pv_dtype})"
+        w.line(f"acc = tl.dot({weights}{cast}, v, acc * alpha[:, None]{self.precision if self.pv_dtype == 'float32' else ''})")
+
+    def _load(self, w: Writer, name: str, depth: str, masked: bool, padded: bool, cast: str) -> None:
+        masks = [m for m, there in (("n_mask[:, None]", masked), (f"{depth}_mask[None, :]", padded)) if there]
+        mask = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
+        where = f"{name}_ptr + offs_n[:, None] * {name}_stride_n + offs_{depth}[None, :] * {name}_stride_{depth}"
+        w.line(f"{name} = tl.load({where}{mask}){cast}")
+
+    def _softmax(self, w: Writer, score: str) -> None:
+        unit = literal(self.unit)
+        largest = f"tl.max({score}, 1) * {unit}" if self.folded else f"tl.max({score}, 1)"
+        w.line(f"new_max = tl.maximum(row_max, {largest})")
+        w.line('safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)        # a row may have met only -inf so far')
+        if self.folded:
+            w.line(f"p = tl.exp2({score} * {unit} - safe_max[:, None])")
+            w.line("alpha = tl.exp2(row_max - safe_max)")
+        else:
+            w.line(f"p = tl.exp2(({score} - safe_max[:, None]) * {unit})")
+            w.line(f"alpha = tl.exp2((row_max - safe_max) * {unit})")
+        w.line("row_sum = row_sum * alpha + tl.sum(p, 1)")
+        w.line("row_max = new_max")
+
+    # ---- epilogue
+
+    def _epilogue(self, w: Writer) -> None:
+        spec = self.spec
+        repaired = spec.empty_rows == "nan" and any(x.op == "where" or (x.op == "const" and x == const(0.0)) for x in walk(self.weight))
+        if repaired:
+            self._repair(w)
+        w.gap("epilogue: normalise, store the result and the row statistics")
+        if spec.empty_rows == "zero":
+            w.line("result = tl.where(row_sum[:, None] == 0.0, 0.0, acc / row_sum[:, None])")
+        elif repaired:
+            w.line("result = tl.where((empty & (kept == 0))[:, None], 0.0, acc / row_sum[:, None])")
+        else:
+            w.line("result = acc / row_sum[:, None]")
+        rank = len(spec.batch)
+        terms = []
+        for dim, name in enumerate(spec.batch):
+            stride = self.names.of(("out", dim), f"out_stride_{dim}")
+            self.arguments.integer(Stride(stride, "out", ((dim, const(1)),)))
+            terms.append(f"{self.programs.axis(name)}.to(tl.int64) * {stride}")
+        for label, dim in (("m", rank), ("e", rank + 1)):
+            self.arguments.integer(Stride(f"out_stride_{label}", "out", ((dim, const(1)),)))
+        if terms:
+            w.line(f"out_ptr += {' + '.join(terms)}")
+        mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
+        w.line(f"tl.store(out_ptr + offs_m[:, None] * out_stride_m + offs_e[None, :] * out_stride_e, result.to(tl.{spec.out_dtype}), mask={mask})")
+        w.line("stats_offset = (batch.to(tl.int64) * n_queries + offs_m) * 2")
+        w.line(f"tl.store(stats_ptr + stats_offset, row_max{f' * {LN2}' if self.folded else ''}, mask=m_mask)")
+        w.line("tl.store(stats_ptr + stats_offset + 1, tl.log(row_sum), mask=m_mask)")
+
+    def _repair(self, w: Writer) -> None:
+        """Softmax of a row of -inf is NaN; what discards single weights afterwards may discard all of those."""
+        w.gap("The weights of a row without keys are NaN; it is 0 after all where the weight program drops every one of them.")
+        w.line("empty = m_mask & (row_sum == 0.0)")
+        w.line("kept = tl.zeros([BLOCK_M], tl.int32)")
+        w.line("n_checked = tl.where(tl.max(empty.to(tl.int32), 0) > 0, n_keys, 0)")
+        with w.block("for start_n in range(0, n_checked, BLOCK_N):"):
+            body = Body(self.programs, masked=True)
+            weights = body.tile(substitute(self.weight, {WEIGHT: const(math.nan)}))
+            self._columns(w, masked=True)
+            w.extend(body.columns)
+            w.extend(body.tiles)
+            w.line(f"weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + ({weights})")
+            w.line("kept = tl.maximum(kept, tl.max(((weights != weights) & n_mask[None, :]).to(tl.int32), 1))")
+
+
+def _summary(spec: AttentionSpec) -> str:
+    batch = ", ".join(spec.batch)
+    return f"One tile of queries of one attention ({batch})." if batch else "One tile of queries."

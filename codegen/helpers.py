@@ -1,0 +1,81 @@
+"""Small functions that a generated kernel carries where it needs them: what Triton lacks or defines otherwise than PyTorch.
+
+Each is source text, complete with its decorator; a kernel that does not use one does not hold it.
+"""
+from __future__ import annotations
+
+HELPERS: dict[str, str] = {
+    "tanh": '''
+@triton.jit
+def tanh(x):
+    # Near 0 the quotient would cancel: there the series, whose next term is below half a unit in the last place.
+    a = tl.abs(x)
+    t = tl.exp2(-2.885390081777927 * a)
+    far = (1.0 - t) / (1.0 + t)
+    s = x * x
+    near = a * (1.0 + s * (-0.3333333333333333 + s * (0.13333333333333333 + s * (-0.05396825396825397 + s * 0.021869488536155203))))
+    y = tl.where(a < 0.3, near, far)
+    return tl.where(x < 0.0, -y, y)
+''',
+    "log1p": '''
+@triton.jit
+def log1p(x):
+    # The rounding error of 1 + x is undone by the quotient.
+    u = 1.0 + x
+    exact = u == 1.0
+    return tl.where(exact, x, tl.where(u == float("inf"), u, tl.log(u) * (x / tl.where(exact, 1.0, u - 1.0))))
+''',
+    "pow": '''
+@triton.jit
+def pow(x, y):
+    # |x|^y by base-2 logarithms; the sign as the C library has it: odd exponents keep it, fractional ones have no value.
+    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    whole = tl.floor(y) == y
+    odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
+    signed = tl.where(odd, -size, tl.where(whole, size, float("nan")))
+    return tl.where(y == 0.0, 1.0, tl.where(x < 0.0, signed, size))
+''',
+    "sign": '''
+@triton.jit
+def sign(x):
+    return (x > 0.0).to(tl.float32) - (x < 0.0).to(tl.float32)
+''',
+    "sign_int": '''
+@triton.jit
+def sign_int(x):
+    return (x > 0).to(tl.int32) - (x < 0).to(tl.int32)
+''',
+    "round": '''
+@triton.jit
+def round(x):
+    # To the nearest whole number, halves to the even one.
+    below = tl.floor(x)
+    rest = x - below
+    odd = tl.floor(below * 0.5) * 2.0 != below
+    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), below + 1.0, below)
+''',
+    "floor_divide_int": '''
+@triton.jit
+def floor_divide_int(a, b):
+    # Triton's // rounds towards zero.
+    rest = a % b
+    return a // b - ((rest != 0) & ((rest < 0) != (b < 0))).to(tl.int32)
+''',
+    "remainder_int": '''
+@triton.jit
+def remainder_int(a, b):
+    # Triton's % has the sign of the dividend.
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+''',
+    "floor_divide": '''
+@triton.jit
+def floor_divide(a, b):
+    return tl.floor(a / b)
+''',
+    "remainder": '''
+@triton.jit
+def remainder(a, b):
+    return a - tl.floor(a / b) * b
+''',
+}

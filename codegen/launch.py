@@ -1,0 +1,243 @@
+"""From a call to a running kernel: plan, source, launch. Everything that can be decided once for a call's layout is.
+
+    out, stats = forward(spec, (q, k, v, bias), sizes, seed)
+
+`stats` holds two float32 numbers a row, (maximum, log of the sum of exp(score - maximum)), shape (*batch, i, 2), so that
+``weight = exp(score - maximum - log_sum)``.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..reference import check_call
+from ..spec import AttentionSpec, dtype_of
+from . import cache, header
+from .arguments import Unsupported, number
+from .forward import Kernel, emit
+from .plan import KernelPlan, candidates
+from .tiles import Device, present
+
+__all__ = ["Unsupported", "forward", "source", "bind", "plans", "check_supported"]
+
+Run = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+_runs: dict[object, Run] = {}
+_functions: dict[tuple[AttentionSpec, KernelPlan], Any] = {}
+_MOST_RUNS = 4096
+_LARGEST_HEAD = 256
+_PRODUCT_DTYPES = ("float16", "bfloat16", "float32")
+_LOADABLE = (*_PRODUCT_DTYPES, "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
+
+
+def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int],
+            seed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, shape (batch…, i, e), laid out as `spec.out_order` says, and the row statistics, shape (batch…, i, 2).
+
+    Args:
+        spec, operands, sizes, seed: as of `attnfuse.reference.reference`.
+
+    Raises:
+        Unsupported: no kernel can be generated for this attention or device; nothing was computed.
+        ValueError: the arguments do not fit the spec.
+    """
+    key = (spec, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands]), torch.backends.cuda.matmul.allow_tf32)
+    run = _runs.get(key)
+    if run is None:
+        check_call(spec, operands, sizes, seed)
+        if len(_runs) >= _MOST_RUNS:
+            _runs.clear()
+        run = _runs[key] = _prepare(spec, operands, tuple(sizes))
+    return run(operands, seed)
+
+
+def source(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], device: torch.device | Device) -> str:
+    """The text of the file that `forward` would run; `operands` may be on the meta device.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    plan = plans(spec, operands, sizes, device if isinstance(device, Device) else present(torch.device(device)))[0]
+    return header.render(spec, plan, emit(spec, plan), _recorded(operands, sizes))
+
+
+# ---- deciding
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, which takes CPU tensors."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def check_supported(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+    """Raise `Unsupported` for what has no kernel, whatever the device; ValueError for operands of another dtype than the spec's."""
+    for tensor, fact in zip(operands, spec.operands, strict=True):
+        if tensor.dtype != dtype_of(fact.dtype):
+            raise ValueError(f"operand {fact.name} is {tensor.dtype}, the spec says {fact.dtype}")
+        if fact.dtype not in _LOADABLE:
+            raise Unsupported(f"operand {fact.name} has dtype {fact.dtype}")
+    names = [spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value)]
+    if spec.compute_dtype != torch.float32 or any(n not in _PRODUCT_DTYPES for n in (*names, spec.out_dtype)):
+        raise Unsupported(f"queries, keys and values of {', '.join(names)}: the kernel computes in float32")
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    if max(named["d"], named["e"]) > _LARGEST_HEAD:
+        raise Unsupported(f"head dimensions {named['d']} and {named['e']}: the kernel holds up to {_LARGEST_HEAD}")
+
+
+def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> tuple[KernelPlan, ...]:
+    """The plans that fit, best first.
+
+    Raises:
+        Unsupported: as of `check_supported`.
+    """
+    check_supported(spec, operands, sizes)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and device.backend == "cuda"
+    return candidates(spec, header.request_of(spec, named, _wide(spec, operands, named), tf32), device)
+
+
+def _wide(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int]) -> bool:
+    """Whether some offset within one attention may not fit 31 bits. Batch offsets do not count: they are 64 bits wide always."""
+    limit = 2 ** 31 - 2 ** 20           # a tile may reach beyond the last row before its mask cuts it off
+    extents = [sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in operands]
+    if all(x < limit for x in extents) and sizes["i"] * sizes["e"] * max(1, math.prod(sizes[b] for b in spec.batch)) < limit:
+        return False
+    return _widest(spec, operands, sizes) >= limit
+
+
+def _widest(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int]) -> int:
+    """The largest offset within one attention, over all operands and the result."""
+    from ..program import depends, loads
+
+    found = []
+    for access, own in ((spec.query, {"i", "d"}), (spec.key, {"j", "d"}), (spec.value, {"j", "e"})):
+        tensor = operands[access.operand]
+        found.append(sum((tensor.shape[n] - 1) * tensor.stride(n) for n, x in enumerate(access.index) if depends(x) & own))
+    for load in (x for e in (spec.score, spec.weight, *spec.extra_terms) for x in loads(e)):
+        tensor = operands[int(load.attr)]  # type: ignore[arg-type]
+        found.append(sum((tensor.shape[n] - 1) * tensor.stride(n) for n, x in enumerate(load.args) if depends(x) & {"i", "j"}))
+    strides = out_strides(spec, sizes)
+    found.append(sizes["i"] * strides[-2] + sizes["e"] * strides[-1])
+    return max(found)
+
+
+def out_strides(spec: AttentionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
+    """Strides of the result, dense in the order of memory that the spec asks for."""
+    shape = [sizes[a] for a in spec.out_axes]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(spec.out_order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+# ---- preparing and launching
+
+def _recorded(operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> header.Call:
+    return header.Call(tuple(int(n) for n in sizes), tuple((tuple(t.shape), tuple(t.stride())) for t in operands))
+
+
+def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> Run:
+    """A launcher for one layout: the first plan that the device takes."""
+    device = operands[spec.query.operand].device
+    used = {spec.query.operand, spec.key.operand, spec.value.operand, *spec.captured}
+    if any(operands[n].device != device for n in used):
+        raise Unsupported(f"operands on {', '.join(sorted({str(operands[n].device) for n in used}))}")
+    check_supported(spec, operands, sizes)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    if math.prod(named[a] for a in spec.out_axes) == 0 or named["j"] == 0:
+        return _nothing(spec, named, device)
+    if device.type != "cuda" and not interpreting():
+        raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")
+    offered = plans(spec, operands, sizes, present(device))
+    for plan in offered:
+        emit(spec, plan)                # an index map that no kernel can follow shows here, before anything runs
+    return _Ladder(spec, offered, sizes, operands).run
+
+
+def _nothing(spec: AttentionSpec, sizes: dict[str, int], device: torch.device) -> Run:
+    """The result without elements, or the zeros that a sum over no keys is."""
+
+    def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, stats = _allocate(spec, sizes, device)
+        return out.zero_(), stats.fill_(-math.inf)
+
+    return run
+
+
+def _allocate(spec: AttentionSpec, sizes: dict[str, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty_strided([sizes[a] for a in spec.out_axes], out_strides(spec, sizes), dtype=dtype_of(spec.out_dtype), device=device)
+    return out, torch.empty((*(sizes[a] for a in spec.batch), sizes["i"], 2), dtype=torch.float32, device=device)
+
+
+class _Ladder:
+    """Plans in order of preference; one that the device turns out not to hold is left for the next, for good."""
+
+    def __init__(self, spec: AttentionSpec, plans: tuple[KernelPlan, ...], sizes: tuple[int, ...], operands: Sequence[torch.Tensor]) -> None:
+        self.spec, self.plans, self.sizes = spec, list(plans), sizes
+        self.call = _recorded(operands, sizes)
+        self.bound: Run | None = None
+
+    def run(self, operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch; on the first call climb down until a plan is taken."""
+        if self.bound is not None:
+            return self.bound(operands, seed)
+        while True:
+            plan = self.plans[0]
+            bound = bind(function(self.spec, plan, self.call), emit(self.spec, plan), plan, self.spec, self.sizes, operands)
+            try:
+                result = bound(operands, seed)
+            except Exception as problem:
+                if len(self.plans) == 1 or not _too_large(problem):
+                    raise
+                self.plans.pop(0)
+                continue
+            self.bound = bound
+            return result
+
+
+def _too_large(problem: Exception) -> bool:
+    """Whether the device, or the assembler on its behalf, refused the resources of a kernel."""
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return isinstance(problem, (OutOfResources, PTXASError))
+
+
+def function(spec: AttentionSpec, plan: KernelPlan, call: header.Call) -> Any:
+    """The Triton function of a spec under a plan, from its file on disk."""
+    known = _functions.get((spec, plan))
+    if known is None:
+        kernel = emit(spec, plan)
+        name = f"{kernel.name}_{cache.key(spec, plan, header.versions())}"
+        path = cache.store(name, lambda: header.render(spec, plan, kernel, call))
+        known = _functions[spec, plan] = getattr(cache.load(path), kernel.name)
+    return known
+
+
+def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, sizes: tuple[int, ...],
+         operands: Sequence[torch.Tensor]) -> Run:
+    """A launcher of a Triton function for one layout of operands; only their addresses may change from call to call."""
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    device = operands[spec.query.operand].device
+    shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
+    own = out_strides(spec, named)
+    integers = [number(a, named, shapes, strides, own) for a in kernel.integers]
+    pointers = [p.operand for p in kernel.pointers]
+    grid = (math.ceil(named["i"] / plan.block_m) * math.prod(named[b] for b in spec.batch),)
+    constants = dict(kernel.constants) | {"num_warps": plan.warps, "num_stages": plan.stages}
+
+    def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, stats = _allocate(spec, named, device)
+        extra = {"out": out, "stats": stats, "seed": seed}
+        function[grid](*[operands[p] if isinstance(p, int) else extra[p] for p in pointers], *integers, **constants)
+        return out, stats
+
+    def run_elsewhere(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.device(device):
+            return run(operands, seed)
+
+    return run_elsewhere if device.type == "cuda" and torch.cuda.device_count() > 1 else run

@@ -1,0 +1,172 @@
+"""KernelPlan: how fast one attention is run, as a frozen value with the reasons; `candidates` offers several that fit.
+
+Meaning is in the spec, speed is here. A plan never depends on a length beyond the class it falls into, so a model that
+is called with many lengths keeps few kernels.
+
+    >>> for plan in candidates(spec, request, device): try to launch; on OutOfResources take the next
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..program import depends, loads
+from ..spec import AttentionSpec, dtype_of
+from .tiles import Device, Tile, footprint, padded, traffic, work
+
+HALF = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan may know of a call: sizes by name, whether offsets inside one attention pass 2³¹, and the tf32 setting."""
+
+    batch: int
+    queries: int
+    keys: int
+    depth: int
+    value_depth: int
+    wide: bool = False
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Tile shape and everything else that is speed and not meaning. Hashable; part of the key of a generated file.
+
+    Attributes:
+        block_m, block_n: queries and keys of a tile. block_d, block_e: head dimensions, padded to a power of two.
+        depth, value_depth: the head dimensions themselves, constants of the kernel.
+        warps, stages: threads a block (in warps), buffers of the software pipeline.
+        index_bits: 32, or 64 where an offset inside one attention does not fit 31 bits.
+        precision: of products of float32 operands, ``"ieee"`` or ``"tf32"``.
+        reasons: one sentence for each choice.
+        shared, registers: predicted bytes of shared memory a block and registers a thread.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    block_e: int
+    depth: int
+    value_depth: int
+    warps: int
+    stages: int
+    index_bits: int
+    precision: str
+    reasons: tuple[str, ...]
+    shared: int
+    registers: int
+
+    def __str__(self) -> str:
+        return (f"BLOCK_M={self.block_m} BLOCK_N={self.block_n} BLOCK_D={self.block_d} BLOCK_E={self.block_e} "
+                f"num_warps={self.warps} num_stages={self.stages}")
+
+
+def product_dtype(left: str, right: str, wanted: str) -> str:
+    """The dtype in which the tensor cores take a product of two operands that the spec wants in `wanted`.
+
+    Half types stay what they are where that is exact (both alike: their product is exact in the float32 accumulator) or
+    where the spec asks for that half type; otherwise float32.
+    """
+    if wanted in HALF:
+        return wanted if {left, right} <= {wanted, "float32"} else "float32"
+    return left if left == right and left in HALF else "float32"
+
+
+def products(spec: AttentionSpec) -> tuple[str, str]:
+    """The dtypes of Q·K and of P·V. The weights are float32 values: only `pv_dtype` allows rounding them to a half type."""
+    query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))
+    pv = spec.pv_dtype if spec.pv_dtype in HALF and value in (spec.pv_dtype, "float32") else "float32"
+    return product_dtype(query, key, spec.qk_dtype), pv
+
+
+# (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …] from the one measured fastest to the one that always fits)
+_HALF_TILES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
+    (64, ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))),
+    (128, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
+)
+_FLOAT_TILES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
+    (64, ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((32, 32, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1))),
+)
+
+
+def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[KernelPlan, ...]:
+    """Plans that fit the device, the preferred one first, then ever smaller ones: at least two.
+
+    Raises:
+        ValueError: a head dimension above 256.
+    """
+    block_d, block_e = padded(request.depth), padded(request.value_depth)
+    if max(block_d, block_e) > 256:
+        raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
+    qk, pv = products(spec)
+    half = qk in HALF and pv in HALF
+    table = _HALF_TILES if half else _FLOAT_TILES
+    shapes = next(rows for limit, rows in table if max(block_d, block_e) <= limit)
+    out: list[KernelPlan] = []
+    for rank, shape in enumerate(shapes):
+        plan = _fit(spec, request, device, shape, block_d, block_e, rank)
+        if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in out):
+            out.append(plan)
+    if len(out) < 2:
+        out.append(_plan(spec, request, device, (16, 16, 4, 1), block_d, block_e, ("the smallest tile there is",)))
+    return tuple(out)
+
+
+def _fit(spec: AttentionSpec, request: Request, device: Device, shape: tuple[int, int, int, int], block_d: int, block_e: int,
+         rank: int) -> KernelPlan | None:
+    """One row of the table fitted to the call, or None where it does not fit the device."""
+    block_m, block_n, warps, stages = shape
+    reasons = [f"{block_m}x{block_n} with {warps} warps and {stages} stages: choice {rank + 1} for head dimensions up to {max(block_d, block_e)}"]
+    rows = max(16, padded(request.queries)) if request.queries < block_m else block_m
+    fill = request.batch * math.ceil(max(request.queries, 1) / block_m)
+    if rows < block_m:
+        reasons.append(f"BLOCK_M {rows}: there are no more queries")
+        block_m, warps = rows, min(warps, 4)
+    elif block_m == 128 and fill < device.processors and request.queries > 64:
+        reasons.append(f"BLOCK_M 64: tiles of 128 would leave some of {device.processors} processors idle")
+        block_m, warps = 64, 4
+    if tile_loads(spec) and block_m == 128 and warps == 4:
+        reasons.append("8 warps: the score program reads a tile of its own, which needs registers")
+        warps = 8
+    plan = _plan(spec, request, device, (block_m, block_n, warps, stages), block_d, block_e, tuple(reasons))
+    return plan if plan.shared <= device.shared else None
+
+
+def _plan(spec: AttentionSpec, request: Request, device: Device, shape: tuple[int, int, int, int], block_d: int, block_e: int,
+          reasons: tuple[str, ...]) -> KernelPlan:
+    block_m, block_n, warps, stages = shape
+    tile = Tile(block_m, block_n, block_d, block_e, warps, stages)
+    qk_bytes, pv_bytes = element_bytes(spec)
+    cost = footprint(tile, qk_bytes, pv_bytes, tile_loads(spec), device.lanes)
+    if request.wide:
+        reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
+    return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
+                      64 if request.wide else 32, "tf32" if request.tf32 else "ieee", reasons, cost.shared, cost.registers)
+
+
+def element_bytes(spec: AttentionSpec) -> tuple[int, int]:
+    """Bytes an element in shared memory: of query and key, and of value."""
+    size = lambda name: dtype_of(name).itemsize
+    query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))
+    qk, pv = products(spec)
+    return max(size(query), size(key), size(qk)), max(size(value), size(pv))
+
+
+def tile_loads(spec: AttentionSpec) -> int:
+    """How many loads of the score and weight programs have both i and j."""
+    found = {x for e in (spec.score, spec.weight) for x in loads(e) if {"i", "j"} <= depends(x)}
+    return len(found)
+
+
+def predict(spec: AttentionSpec, plan: KernelPlan, request: Request, visited: float) -> tuple[int, int]:
+    """(bytes of HBM traffic, FLOPs) of a call under a plan, where a share `visited` of the tiles is computed."""
+    qk_bytes, pv_bytes = element_bytes(spec)
+    flops = work(request.batch, request.queries, request.keys, plan.depth, plan.value_depth, visited)
+    moved = traffic(request.batch, request.queries, request.keys, plan.depth, plan.value_depth, plan.block_m, qk_bytes, pv_bytes,
+                    dtype_of(spec.out_dtype).itemsize, visited)
+    return moved, flops

@@ -1,0 +1,402 @@
+"""From scalar programs to Triton expressions, hoisted by what they depend on.
+
+A sub-expression that depends on neither i nor j is a scalar, computed before everything; on i only, a row vector, before
+the loop; on j only, a column vector, once a tile; on both, on the dot product or on the weight, part of the tile.
+A value that is used twice, or that crosses from one of these levels to the next, gets a name; the rest is written in place.
+
+    score = 0.125 * s + slopes[b1] * float(j - i)   becomes
+        slopes = tl.load(slopes_base)                                                   # scalar, before the loop
+        score = 0.125 * qk + slopes * (offs_n[None, :] - offs_m[:, None]).to(tl.float32)    # tile
+"""
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .. import philox
+from ..algebra import Algebra, simplify
+from ..program import OPS, Env, Expr, apply, const, depends, rewrite, walk
+from ..program import evaluate as evaluate_program
+from ..spec import AttentionSpec
+from .arguments import Arguments, Length, Names, Size, Stride, on_host
+from .helpers import HELPERS
+
+Level = Literal["scalar", "row", "column", "tile"]
+
+_INFIX = {"add": ("+", 5), "sub": ("-", 5), "mul": ("*", 6), "div": ("/", 6), "and": ("&", 4), "xor": ("^", 3), "or": ("|", 2),
+          "eq": ("==", 1), "ne": ("!=", 1), "lt": ("<", 1), "le": ("<=", 1), "gt": (">", 1), "ge": (">=", 1)}
+_CALLS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "sigmoid": "tl.sigmoid", "erf": "tl.erf",
+          "sin": "tl.sin", "cos": "tl.cos", "floor": "tl.floor", "ceil": "tl.ceil", "abs": "tl.abs", "where": "tl.where"}
+_ATOM = 9
+_LONG = 56
+
+
+def level(expr: Expr) -> Level:
+    """Where a value is computed."""
+    axes = depends(expr)
+    if axes & {"dot", "weight", "keep"} or {"i", "j"} <= axes:
+        return "tile"
+    return "row" if "i" in axes else "column" if "j" in axes else "scalar"
+
+
+def prepare(expr: Expr, constants: dict[str, int]) -> Expr:
+    """The normal form with the kernel's constants put in; divisions by a constant become products."""
+
+    def fold(node: Expr) -> Expr | None:
+        if node.op == "size" and node.attr in constants:
+            return const(constants[str(node.attr)])
+        if node.op == "keep" and node.attr[1] >= 1.0:  # type: ignore[index]
+            return const(0.0)
+        if node.op in OPS and node.kind == "float" and node.args and all(a.op == "const" for a in node.args):
+            env = Env({}, {}, lambda *_: torch.empty(0), torch.float64, torch.device("cpu"))
+            value = float(evaluate_program(node, env))
+            return const(value) if abs(value) < 1e38 else None
+        if node.op == "div" and node.args[1].op == "const" and node.args[1].kind == "float":
+            divisor = float(node.args[1].value)
+            if divisor and math.isfinite(divisor) and 1e-30 < abs(divisor) < 1e30:
+                return apply("mul", const(1.0 / divisor), node.args[0])
+        return None
+
+    return simplify(rewrite(simplify(rewrite(expr, fold)), fold))
+
+
+def literal(value: float | int | bool) -> str:
+    """A constant as Triton should see it: a float within float32, whose subnormals are zero."""
+    if isinstance(value, bool) or isinstance(value, int):
+        return repr(value)
+    try:
+        near = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        near = math.copysign(math.inf, value)
+    if not math.isfinite(near):
+        return f'float("{near}")'
+    return repr(0.0 if abs(near) < 2.0 ** -126 else value)
+
+
+@dataclass(frozen=True)
+class Text:
+    """An expression of the generated source and how strongly it binds (a name: 9)."""
+
+    text: str
+    strength: int = _ATOM
+
+    def within(self, strength: int) -> str:
+        """In parentheses where it binds no more strongly than its surroundings."""
+        return self.text if self.strength > strength else f"({self.text})"
+
+
+class Programs:
+    """The programs of one kernel: what they share, and the code that runs before the loop.
+
+    Attributes:
+        scalars, rows: lines to put before everything, and before the loop.
+        helpers: the small functions that the code calls.
+    """
+
+    def __init__(self, spec: AttentionSpec, names: Names, arguments: Arguments, wide: bool, constants: dict[str, int]) -> None:
+        self.spec, self.names, self.arguments, self.constants = spec, names, arguments, constants
+        self.int_type = "tl.int64" if wide else "tl.int32"
+        self.wide = wide
+        self.scalars: list[str] = []
+        self.rows: list[str] = []
+        self.helpers: set[str] = set()
+        self.shared: dict[Expr, Text] = {}
+        self.algebra = Algebra()
+
+    def scalar(self, expr: Expr) -> Text:
+        """The text of an expression over batch axes and sizes; what it needs is in `scalars`."""
+        return Body(self, masked=False).text(prepare(expr, self.constants))
+
+    def row(self, expr: Expr) -> str:
+        """The name of a value over (batch, i), broadcast to a row vector where it is a scalar."""
+        return Body(self, masked=False).text(prepare(expr, self.constants)).text
+
+    def size(self, axis: str) -> str:
+        """The argument that holds a length."""
+        name = {"i": "n_queries", "j": "n_keys"}.get(axis) or self.names.of(("size", axis), f"n_{axis}" if axis in self.spec.batch else axis)
+        return self.arguments.integer(Size(name, axis))
+
+    def axis(self, name: str) -> str:
+        """The variable that holds a position."""
+        return {"i": "offs_m", "j": "offs_n"}.get(name) or self.names.of(("axis", name), name)
+
+    def pointer(self, operand: int) -> str:
+        """The argument of a captured operand."""
+        hint = self.spec.operands[operand].name
+        name = self.names.of(("pointer", operand), f"{hint}_ptr")
+        return self.arguments.pointer(name, operand)
+
+
+class Body:
+    """Code of one place: a loop body (`masked` where keys may lie beyond the last one), or before the loop.
+
+    Attributes:
+        columns, tiles: lines that compute column vectors, and tiles; hoisted lines go to `Programs`.
+    """
+
+    def __init__(self, programs: Programs, masked: bool) -> None:
+        self.programs, self.masked = programs, masked
+        self.columns: list[str] = []
+        self.tiles: list[str] = []
+        self._memo: dict[Expr, Text] = {}
+        self._uses: Counter[Expr] = Counter()
+
+    def text(self, root: Expr) -> Text:
+        """The expression of a prepared program."""
+        for node in walk(root):
+            self._uses.update(node.args)
+        return self._text(root)
+
+    def tile(self, root: Expr) -> str:
+        """The expression of a prepared program, of the shape of a tile."""
+        text = self.text(root).text
+        return text if level(root) == "tile" else f"tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + {self._at(root, 'tile', 5)}"
+
+    # ---- naming and placing
+
+    def _lines(self, where: Level) -> list[str]:
+        return {"scalar": self.programs.scalars, "row": self.programs.rows, "column": self.columns, "tile": self.tiles}[where]
+
+    def _text(self, node: Expr) -> Text:
+        where = level(node)
+        memo = self.programs.shared if where in ("scalar", "row") else self._memo
+        if node not in memo:
+            text = self._write(node)
+            # Hoisted code is shared by several bodies: there a name is given to whatever a second body could want.
+            if text.strength < _ATOM and (self._uses[node] > 1 or len(text.text) > _LONG):
+                text = self._name(node, text)
+            memo[node] = text
+        return memo[node]
+
+    def _named(self, node: Expr) -> Text:
+        """The value under a name."""
+        text = self._text(node)
+        if text.strength < _ATOM or "(" in text.text:
+            text = self._name(node, text)
+            memo = self.programs.shared if level(node) in ("scalar", "row") else self._memo
+            memo[node] = text
+        return text
+
+    def _name(self, node: Expr, text: Text) -> Text:
+        where = level(node)
+        prefix = {"scalar": "", "row": "row_", "column": "col_", "tile": ""}[where]
+        hint = {"bool": "mask", "int": "index", "float": "value" if where == "tile" else "term"}[node.kind]
+        name = self.programs.names.of(node, prefix + hint)
+        self._lines(where).append(f"{name} = {text.text}")
+        return Text(name)
+
+    def _at(self, node: Expr, where: Level, strength: int) -> str:
+        """The text of `node` inside an expression of level `where`."""
+        own = level(node)
+        if own == where or node.op in ("const", "size") or (own == "scalar" and node.op == "axis"):
+            return self._text(node).within(strength)
+        if own == "scalar":
+            return self._named(node).text
+        if where == "tile":
+            return self._named(node).text + ("[:, None]" if own == "row" else "[None, :]")
+        raise AssertionError(f"a {own} value inside a {where} value")
+
+    # ---- one node
+
+    def _write(self, node: Expr) -> Text:
+        programs = self.programs
+        where = level(node)
+        if node.op == "const":
+            text = literal(node.value)
+            return Text(text, 7 if text.startswith("-") else _ATOM)
+        if node.op == "axis":
+            return Text(programs.axis(str(node.attr)))
+        if node.op == "size":
+            return Text(programs.size(str(node.attr)))
+        if node.op in ("dot", "weight"):
+            return Text("qk" if node.op == "dot" else "p")
+        if node.op == "keep":
+            return self._keep(node)
+        if node.op == "load":
+            return self._load(node)
+        at = lambda k, strength=0: self._at(node.args[k], where, strength)
+        if node.op in _INFIX and not (node.op == "div" and any(a.kind != "float" for a in node.args)):
+            sign, own = _INFIX[node.op]
+            # Comparisons do not chain, and arithmetic does not associate: the right side needs more.
+            left = at(0, own if own == 1 else own - 1)
+            return self._kind(node, Text(f"{left} {sign} {at(1, own - 1 if node.op in ('and', 'or') else own)}", own))
+        if node.op == "div":
+            return Text(f"{self._float(node.args[0], where, 5)} / {self._float(node.args[1], where, 6)}", 6)
+        if node.op in _CALLS:
+            whole = node.op in ("where", "abs")         # the others are functions of floats
+            args = [at(k) if whole else self._float(a, where) for k, a in enumerate(node.args)]
+            return Text(f"{_CALLS[node.op]}({', '.join(args)})")
+        if node.op in ("min", "max"):
+            nan = ", propagate_nan=tl.PropagateNan.ALL" if node.kind == "float" else ""
+            return Text(f"tl.{node.op}imum({at(0)}, {at(1)}{nan})")
+        if node.op == "neg":
+            return Text(f"-{at(0, 6)}", 7)
+        if node.op == "not":
+            return Text(f"{at(0, 3)} ^ True", 3)
+        if node.op == "isnan":
+            x = self._inner(node.args[0], where)
+            return Text(f"{x} != {x}", 1)
+        if node.op in ("float", "int", "bool"):
+            return self._cast(node, where)
+        return self._helper(node, where)
+
+    def _inner(self, node: Expr, where: Level) -> str:
+        """A value under a name, as it stands inside an expression of level `where`."""
+        if node.op not in ("const", "size"):
+            self._named(node)
+        return self._at(node, where, 8)
+
+    def _kind(self, node: Expr, text: Text) -> Text:
+        """Convert where the arguments' kinds would give another one than the program's."""
+        if node.kind in ("int", "float") and node.op in ("add", "sub", "mul") and any(a.kind != node.kind for a in node.args):
+            return self._to(text, "tl.float32" if node.kind == "float" else self.programs.int_type)
+        return text
+
+    @staticmethod
+    def _to(text: Text, dtype: str) -> Text:
+        return Text(f"{text.within(8)}.to({dtype})")
+
+    def _float(self, node: Expr, where: Level, strength: int = 0) -> str:
+        if node.kind == "float":
+            return self._at(node, where, strength)
+        return literal(float(node.value)) if node.op == "const" else f"{self._at(node, where, 8)}.to(tl.float32)"
+
+    def _cast(self, node: Expr, where: Level) -> Text:
+        (source,) = node.args
+        if source.op == "const":
+            value = source.value
+            return Text(literal(float(value) if node.op == "float" else int(value) if node.op == "int" else bool(value)))
+        if source.kind == node.kind:
+            return Text(self._at(source, where, 0), 0)
+        if node.op == "bool":
+            return Text(f"{self._at(source, where, 1)} != 0", 1)
+        return Text(f"{self._at(source, where, 8)}.to({'tl.float32' if node.op == 'float' else self.programs.int_type})")
+
+    def _helper(self, node: Expr, where: Level) -> Text:
+        """Operations that Triton lacks or defines otherwise than PyTorch."""
+        integer = node.kind == "int"
+        if node.op in ("floordiv", "mod") and integer:
+            low = self.programs.algebra.bounds(self.programs.algebra.poly(node.args[0]))[0]
+            divisor = node.args[1]
+            positive = (divisor.op == "const" and divisor.value > 0) or divisor.op == "size"
+            if positive and low is not None and self.programs.algebra.nonnegative(low):
+                left, right = self._at(node.args[0], where, 5), self._at(divisor, where, 6)
+                return Text(f"{left} {'//' if node.op == 'floordiv' else '%'} {right}", 6)
+        if node.op == "pow" and node.args[1].op == "const" and node.args[1].value in (2, 3, 0.5, -1):
+            x = self._inner(node.args[0], where)
+            power = node.args[1].value
+            return {2: Text(f"{x} * {x}", 6), 3: Text(f"{x} * {x} * {x}", 6), 0.5: Text(f"tl.sqrt({x})"), -1: Text(f"1.0 / {x}", 6)}[power]
+        name = {"floordiv": "floor_divide", "mod": "remainder"}.get(node.op, node.op) + ("_int" if integer else "")
+        args = [self._at(a, where, 0) if integer else self._float(a, where) for a in node.args]
+        if name not in HELPERS:
+            raise AssertionError(f"no code for the operation {node.op}")
+        self.programs.helpers.add(name)
+        return Text(f"{name}({', '.join(args)})")
+
+    # ---- leaves that need lines of their own
+
+    def _keep(self, node: Expr) -> Text:
+        stream, p = node.attr  # type: ignore[misc]
+        programs = self.programs
+        programs.arguments.pointer("seed_ptr", "seed")
+        if "seed = tl.load(seed_ptr)" not in programs.scalars:
+            programs.scalars.append("seed = tl.load(seed_ptr)")
+        random = programs.names.of(("random", stream), "random")
+        narrow = ".to(tl.int32)" if programs.wide else ""
+        self.tiles.append(f"{random}, _, _, _ = tl.philox(seed, offs_n[None, :]{narrow}, offs_m[:, None]{narrow}, batch, {stream})")
+        name = programs.names.of(node, "keep")
+        self.tiles.append(f"{name} = tl.where({random} >= {philox.threshold(p)}, {literal(1.0 / (1.0 - p))}, 0.0)")
+        return Text(name)
+
+    def _load(self, node: Expr) -> Text:
+        """A captured operand at its index, under the operand's name, widened to the kind of the program."""
+        programs = self.programs
+        where = level(node)
+        operand = int(node.attr)  # type: ignore[arg-type]
+        fact = programs.spec.operands[operand]
+        address = self._address(node, where)
+        mask = self._mask(where)
+        other = f", other={'0.0' if 'float' in fact.dtype else '0'}" if mask else ""
+        text = Text(f"tl.load({address}{f', mask={mask}' if mask else ''}{other})")
+        text = self._widen(text, fact.dtype, node.kind)
+        name = programs.names.of(node, fact.name)
+        self._lines(where).append(f"{name} = {text.text}")
+        return Text(name)
+
+    def _widen(self, text: Text, dtype: str, kind: str) -> Text:
+        if kind == "float":
+            return text if dtype == "float32" else self._to(text, "tl.float32")
+        if kind == "bool":
+            return text if dtype == "bool" else Text(f"{text.text} != 0", 1)
+        return text if dtype in ("int64", "int32") and (dtype == "int64" or not self.programs.wide) else self._to(text, self.programs.int_type)
+
+    def _mask(self, where: Level) -> str:
+        rows = where in ("row", "tile")
+        columns = where in ("column", "tile") and self.masked
+        if where == "tile":
+            return "m_mask[:, None] & n_mask[None, :]" if columns else "m_mask[:, None]"
+        return "m_mask" if rows else "n_mask" if columns else ""
+
+    def _address(self, node: Expr, where: Level) -> str:
+        """Base (a scalar, 64 bits) plus the offset that varies within the tile."""
+        operand = int(node.attr)  # type: ignore[arg-type]
+        outer = tuple((dim, x) for dim, x in enumerate(node.args) if level(x) == "scalar")
+        base = self._base(operand, outer)
+        inner = [(dim, x) for dim, x in enumerate(node.args) if level(x) != "scalar"]
+        terms = [f"{self._index(operand, dim, x, where)} * {self._stride(operand, dim)}" for dim, x in inner]
+        return " + ".join([base, *terms])
+
+    def _stride(self, operand: int, dim: int) -> str:
+        hint = f"{self.programs.spec.operands[operand].name}_stride_{dim}"
+        name = self.programs.names.of(("stride", operand, dim), hint)
+        return self.programs.arguments.integer(Stride(name, operand, ((dim, const(1)),)))
+
+    def _index(self, operand: int, dim: int, index: Expr, where: Level) -> str:
+        """An index inside an address; where it may be negative it counts from the end, as in PyTorch."""
+        low = self.programs.algebra.bounds(self.programs.algebra.poly(index))[0]
+        if low is not None and self.programs.algebra.nonnegative(low):
+            return self._at(index, where, 5)
+        fact = self.programs.spec.operands[operand]
+        length = self.programs.arguments.integer(
+            Length(self.programs.names.of(("length", operand, dim), f"{fact.name}_size_{dim}"), operand, dim))
+        name = self.programs.names.of(("wrapped", operand, dim, index), f"{fact.name}_index")
+        raw = self._inner(index, level(index))
+        line = f"{name} = tl.where({raw} < 0, {raw} + {length}, {raw})"
+        lines = self._lines(level(index))
+        if line not in lines:
+            lines.append(line)
+        own = level(index)
+        return name if own == where or own == "scalar" else name + ("[:, None]" if own == "row" else "[None, :]")
+
+    def _base(self, operand: int, outer: tuple[tuple[int, Expr], ...]) -> str:
+        """The pointer to what a program reads of an operand, with every scalar index applied."""
+        pointer = self.programs.pointer(operand)
+        hint = self.programs.spec.operands[operand].name
+        terms = self.base_terms(operand, outer, hint)
+        if not terms:
+            return pointer
+        name = self.programs.names.of(("base", operand, outer), f"{hint}_base")
+        line = f"{name} = {pointer} + {' + '.join(terms)}"
+        if line not in self.programs.scalars:
+            self.programs.scalars.append(line)
+        return name
+
+    def base_terms(self, operand: int, outer: tuple[tuple[int, Expr], ...], hint: str) -> list[str]:
+        """The summands, in elements, that scalar indices contribute to an address; those the host knows come as one number."""
+        known = tuple((dim, x) for dim, x in outer if on_host(x) and x != const(0))
+        terms: list[str] = []
+        for dim, x in outer:
+            if not on_host(x):
+                index = Text(self._index(operand, dim, x, "scalar"), 5) if x.op != "axis" else self._text(x)
+                stride = self.programs.names.of(("stride", hint, dim), f"{hint}_stride_{dim}")
+                self.programs.arguments.integer(Stride(stride, operand, ((dim, const(1)),)))
+                terms.append(f"{self._to(index, 'tl.int64').text} * {stride}")
+        if known:
+            name = self.programs.names.of(("offset", hint, known), f"{hint}_offset")
+            terms.append(self.programs.arguments.integer(Stride(name, operand, known)))
+        return terms

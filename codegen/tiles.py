@@ -1,0 +1,126 @@
+"""What a tile costs and what a device has: the resource model behind every plan.
+
+Invariant: `footprint` errs upwards on shared memory, so that a plan which fits here fits the device; the compiled kernel's
+own report is checked against it by the tests.
+
+    >>> h100 = DEVICES["cuda", 90]
+    >>> footprint(Tile(128, 64, 128, 128, warps=8, stages=2), 2, 2).shared <= h100.shared
+    True
+"""
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Device:
+    """Limits that a plan must respect: usable shared memory a block (bytes), processors, registers a thread, lanes a warp."""
+
+    name: str
+    backend: str
+    shared: int
+    processors: int
+    registers: int = 255
+    lanes: int = 32
+
+
+DEVICES: dict[tuple[str, int], Device] = {
+    ("cuda", 80): Device("A100", "cuda", 163 * KIB, 108),
+    ("cuda", 86): Device("RTX 30", "cuda", 99 * KIB, 84),
+    ("cuda", 87): Device("Orin", "cuda", 163 * KIB, 16),
+    ("cuda", 89): Device("RTX 40 / L40", "cuda", 99 * KIB, 128),
+    ("cuda", 90): Device("H100 / H200", "cuda", 227 * KIB, 132),
+    ("cuda", 100): Device("B200", "cuda", 227 * KIB, 148),
+    ("cuda", 103): Device("B300", "cuda", 227 * KIB, 148),
+    ("cuda", 120): Device("RTX 50", "cuda", 99 * KIB, 170),
+    ("hip", 90): Device("MI200", "hip", 64 * KIB, 104, 512, 64),
+    ("hip", 94): Device("MI300X", "hip", 64 * KIB, 304, 512, 64),
+}
+"""By backend and architecture (compute capability; for AMD the first two digits after ``gfx``). For compiling without a device."""
+
+SMALLEST = Device("unknown", "cuda", 48 * KIB, 64)
+"""What is assumed of a device that neither the table nor its driver describes."""
+
+
+def known(backend: str, arch: int | str) -> Device:
+    """The table's entry for a target such as ("cuda", 90) or ("hip", "gfx942"); `SMALLEST` for one it does not hold."""
+    if isinstance(arch, str):
+        arch = int(arch.removeprefix("gfx")[:2])
+    return DEVICES.get((backend, arch), SMALLEST)
+
+
+@functools.lru_cache(maxsize=64)
+def present(device: torch.device) -> Device:
+    """The limits of a device that is there, as its driver reports them, else as the table has them."""
+    if device.type != "cuda":
+        return SMALLEST
+    facts = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return known("hip", facts.gcnArchName.split(":")[0])
+    entry = known("cuda", facts.major * 10 + facts.minor)
+    shared = getattr(facts, "shared_memory_per_block_optin", 0) or entry.shared
+    return Device(facts.name, "cuda", shared, facts.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of queries, rows of keys, padded depths of query·key and of value, and how many threads and buffers work on them."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    block_e: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Predicted use: bytes of shared memory a block, 32-bit registers a thread for what lives through the loop."""
+
+    shared: int
+    registers: int
+
+
+def footprint(tile: Tile, qk_bytes: int, pv_bytes: int, loads: int = 0, lanes: int = 32) -> Footprint:
+    """The cost of a tile.
+
+    Args:
+        tile: the shape.
+        qk_bytes, pv_bytes: bytes an element of query and key, and of value, as they lie in memory.
+        loads: score operands read at every (i, j), four bytes an element at most.
+        lanes: threads a warp.
+    """
+    query = tile.block_m * tile.block_d * qk_bytes
+    stage = tile.block_n * (tile.block_d * qk_bytes + tile.block_e * pv_bytes) + loads * tile.block_m * tile.block_n * 4
+    weights = tile.block_m * tile.block_n * pv_bytes        # P on its way from one product's layout to the other's
+    epilogue = tile.block_m * tile.block_e * 4              # the result on its way to memory
+    shared = max(query + tile.stages * stage + weights, epilogue)
+    threads = tile.warps * lanes
+    live = tile.block_m * (tile.block_e + tile.block_n * (2 + loads)) + tile.block_m * tile.block_d * qk_bytes // 4
+    return Footprint(shared, math.ceil(live / threads) + 24)
+
+
+def padded(length: int) -> int:
+    """The power of two, at least 16, that a head dimension is padded to in the kernel."""
+    return max(16, 1 << max(0, length - 1).bit_length())
+
+
+def work(batch: int, queries: int, keys: int, depth: int, value_depth: int, visited: float) -> int:
+    """Floating-point operations of both products, where a share `visited` of the tiles is computed."""
+    return int(2 * batch * queries * keys * (depth + value_depth) * visited)
+
+
+def traffic(batch: int, queries: int, keys: int, depth: int, value_depth: int, block_m: int, qk_bytes: int, pv_bytes: int,
+            out_bytes: int, visited: float) -> int:
+    """Bytes that a forward pass moves if no tile stays in a cache: Q and the result once, K and V once a tile of queries."""
+    tiles = math.ceil(queries / block_m)
+    own = queries * (depth * qk_bytes + value_depth * out_bytes + 8)
+    swept = int(tiles * keys * (depth * qk_bytes + value_depth * pv_bytes) * visited)
+    return batch * (own + swept)
