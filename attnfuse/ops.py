@@ -161,8 +161,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
 def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     if grad_out is None:
         return [None] * ctx.count, None, None, None
-    operands, rest = ctx.saved_tensors[:ctx.count], ctx.saved_tensors[ctx.count:]
-    out, stats, seed = rest[0], rest[1], rest[2] if len(rest) > 2 else None
+    saved = ctx.saved_tensors                          # once: checkpointing refuses a second look
+    operands, (out, stats, *rest) = saved[:ctx.count], saved[ctx.count:]
+    seed = rest[0] if rest else None
     needs = list(ctx.needs_input_grad[0])
     grads = torch.ops.attnfuse.attention_backward(grad_out, operands, out, stats, ctx.sizes, seed, ctx.spec, needs)
     return [g if need else None for g, need in zip(grads, needs, strict=True)], None, None, None
