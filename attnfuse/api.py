@@ -48,7 +48,7 @@ class Mark:
         """Compile the module's call in place, as `nn.Module.compile` does."""
         # Not by setattr: a class may define it, and the module of a deep copy is not filled yet.
         state = self.model.__dict__
-        state[COMPILED] = torch.compile(self.model._call_impl, backend=self.backend, dynamic=self.backend.dynamic, fullgraph=self.fullgraph)
+        state[COMPILED] = torch.compile(entry(self.model), backend=self.backend, dynamic=self.backend.dynamic, fullgraph=self.fullgraph)
         state[MARK] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark | None:
@@ -61,6 +61,20 @@ class Mark:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickle carries None: it loads without attnfuse, and is not optimised
+
+
+def entry(model: nn.Module) -> Callable[..., Any]:
+    """What to compile of a module: its call, with hooks.
+
+    Dynamo passes over the frames of torch.nn itself, so `nn.Module.compile` of an `nn.TransformerEncoder` or `nn.Sequential`
+    captures nothing. For those the call gets a frame of ours around it. (``type(model)``: a deep copy is not filled yet.)
+    """
+    if not torch._dynamo.trace_rules.check(type(model).forward):
+        return model._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+    return call
 
 
 def optimize(model: Model, *, inner: Inner = "inductor", mode: str | None = None, dynamic: bool | None = None,
@@ -134,7 +148,7 @@ def explain(model: Callable[..., Any], *args: Any, run: bool = True, settings: G
     with preserved(model), torch._dynamo.config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
         args, kwargs = _copied(model, args), _copied(model, kwargs)
         if isinstance(model, nn.Module):
-            model.__dict__[COMPILED] = _compile(model._call_impl, record)  # a class may wrap __call__: go through it
+            model.__dict__[COMPILED] = _compile(entry(model), record)  # a class may wrap __call__: go through it
         call = model if isinstance(model, nn.Module) else _compile(model, record)
         try:
             call(*args, **kwargs)
@@ -202,7 +216,8 @@ def _copied(model: Any, inputs: Any) -> Any:
 def rewrite(gm: GraphModule, example_inputs: Sequence[Any], settings: Given = None) -> tuple[GraphModule, Report]:
     """Rewrite a graph that the caller has: of `torch.export` (``exported.module()``), Dynamo or `symbolic_trace`.
 
-    Returns a new GraphModule and its report; `gm` stays as it is. `example_inputs` are the values of the placeholders, in
+    Returns the rewritten graph as a new GraphModule (the graph given, where there is nothing to rewrite) and its report.
+    `gm` stays as it is. `example_inputs` are the values of the placeholders, in
     their order, and are needed only where the nodes carry no fake tensors.
     """
     return dynamo.analyse(gm if _has_values(gm) else _with_values(gm, example_inputs), resolve(settings))

@@ -42,9 +42,10 @@ def analyse(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
     Returns the rewritten graph and its report. Where the passes raise: the graph itself, and a report that says so; with
     ``settings.strict`` the exception itself.
     """
-    from attnfuse.passes import pipeline  # the passes import sympy and the decompositions: only a compilation pays for them
-
     try:
+        # Here, because it imports sympy, the decompositions and the kernels: only a compilation pays for them, and what is
+        # missing on a machine costs the fusion, not the model.
+        from attnfuse.passes import pipeline
         gm, report = pipeline.run(gm, settings)
     except Exception as e:
         if settings.strict:
