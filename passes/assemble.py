@@ -26,6 +26,7 @@ from .trace import Value, aten
 from .views import VIEWS
 
 _PRODUCTS = frozenset({aten.bmm.default, aten.mm.default})
+_MAXIMA = frozenset({aten.amax.default, aten.max.dim})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _MOST_EXTRA_TERMS = 16
 
@@ -216,6 +217,7 @@ class _Spec:
 
     def build(self) -> Lifted:
         p = self.parts
+        self._drop_row_maximum()
         q = self._choose(self.query, (self.i, "d"), "queries")
         k = self._choose(self.key, ("j", "d"), "keys")
         v = self._choose(p.values, ("j", p.e), "values")
@@ -232,6 +234,19 @@ class _Spec:
             raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", str(weight)[:160])
         self._check_dropout(weight)
         return self._named(q, k, v, score, weight)
+
+    def _drop_row_maximum(self) -> None:
+        """softmax(s - max(s)) = softmax(s): a maximum of the row itself, subtracted from every column, changes nothing."""
+        p = self.parts
+        chain = {p.lift.dots[self.main][0].number}
+        while p.score.op == "sub":
+            c = p.score.args[1]
+            made = p.lift.values.get(int(c.attr)) if c.op == "load" else None  # type: ignore[arg-type]
+            if made is None or "j" in depends(c) or made.call is None or made.call.target not in _MAXIMA or not _made_from(made, chain):
+                return
+            if any(x.op != "sub" or x.args[1] != c for x in p.extra):
+                return
+            p.score, p.extra = p.score.args[0], tuple(x.args[0] for x in p.extra)
 
     def _choose(self, levels: list[Level], inner: tuple[str, str], what: str) -> Level:
         """The level that saves most, and of those the shallowest; its index must be affine in the tile's two axes."""

@@ -83,6 +83,8 @@ def observed(candidate: Candidate) -> Node | None:
         for user in node.users:
             if user is candidate.product or user in candidate.carried or nodes.name(user) in _OBSERVERS:
                 continue
+            if node in nodes.mutated(user) and all(u is candidate.product or u in candidate.carried for u in user.users):
+                continue                              # an in-place step of the chain itself: `region` looks after who else sees it
             if user.users or user.op == "output" or nodes.mutated(user):
                 return user
     return None

@@ -249,9 +249,8 @@ def understand(region: Region, settings: Settings) -> Lifted:
     if shapes is not None and (len(shapes.guards), len(shapes.replacements)) != before:
         raise Refused(Reason.DYNAMIC, region.product.name, "region")
     values = [*given, *(v if isinstance(v, Value) else None for v in made)]
-    changed = {nodes.storage(t) for n in region.body for t in nodes.mutated(n)}
     for node, value in zip([*region.inputs, *region.body], values, strict=True):
-        if value is not None and node is not region.product and nodes.storage(node) not in changed:
+        if value is not None and node is not region.product:
             value.nodes.append(node)
     least = {} if shapes is None else {str(s): max(0, int(r.lower)) for s, r in shapes.var_to_range.items() if r.lower.is_Integer}
     return assemble(region, values, least, settings)

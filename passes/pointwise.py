@@ -227,8 +227,7 @@ def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
         inside = lift.simplify(apply("lt", index[dim], end))
         if inside == FALSE:
             continue
-        at = apply("sub", index[dim], start)
-        at = lift.simplify(at) if inside == TRUE else _clamped(lift, at, t.shape[dim])
+        at = _clamped(lift, apply("sub", index[dim], start), t.shape[dim])
         piece = as_kind(lift.at(t, (*index[:dim], at, *index[dim + 1:])), value.kind)
         out = piece if out is None else where(inside, piece, out)
     if out is None:
@@ -249,7 +248,7 @@ def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     inside = lift.simplify(inside)
     if inside == FALSE:
         return as_kind(number(fill), value.kind)
-    safe = tuple(x if inside == TRUE else _clamped(lift, x, s) for x, s in zip(at, source.shape, strict=True))
+    safe = tuple(_clamped(lift, x, s) for x, s in zip(at, source.shape, strict=True))
     return where(inside, as_kind(lift.at(source, safe), value.kind), as_kind(number(fill), value.kind))
 
 
@@ -263,7 +262,7 @@ def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     begin = lift.simplify(where(apply("lt", begin, const(0)), apply("add", begin, base.shape[dim]), begin))
     at = lift.simplify(apply("sub", index[dim], begin))
     inside = lift.simplify(apply("and", apply("ge", at, const(0)), apply("lt", at, source.shape[dim])))
-    safe = at if inside == TRUE else _clamped(lift, at, source.shape[dim])
+    safe = _clamped(lift, at, source.shape[dim])
     return _choose(lift, value, inside, (source, (*index[:dim], safe, *index[dim + 1:])), (base, index))
 
 
@@ -286,7 +285,7 @@ def _choose(lift: Lift, value: Value, inside: Expr, new: tuple[Value, Index], ol
 
 
 def _clamped(lift: Lift, at: Expr, size: Expr) -> Expr:
-    """An index that is used only where it is inside, made one whose address exists everywhere."""
+    """An index that is used only where it is inside, made one whose address exists everywhere (unchanged where it does)."""
     return lift.simplify(apply("max", const(0), apply("min", at, apply("sub", size, const(1)))))
 
 

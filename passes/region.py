@@ -20,7 +20,8 @@ from .find import Candidate, observed
 _MOST = 600
 """Nodes of a slice; further ones become its inputs."""
 _CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
-_FUNCTORCH = frozenset({"_add_batch_dim", "_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting"})
+_ENTER = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"})
+_LEAVE = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_func_decrement_nesting"})
 
 
 class GraphFacts:
@@ -30,8 +31,9 @@ class GraphFacts:
         self.position = {n: k for k, n in enumerate(gm.graph.nodes)}
         self.mutations: dict[int, list[Node]] = defaultdict(list)       # storage → the calls that change it
         self.contexts: list[Node] = []
-        self.functorch: Node | None = None
+        self.nested: set[Node] = set()                                   # nodes inside a vmap, grad or jvp
         self.origin: dict[int, Node] = {}                                # storage → the node that made it
+        depth = 0
         for n in gm.graph.nodes:
             made = nodes.storage(n)
             if made is not None:
@@ -42,8 +44,9 @@ class GraphFacts:
                     self.mutations[at].append(n)
             if nodes.name(n) in _CONTEXT:
                 self.contexts.append(n)
-            if nodes.name(n) in _FUNCTORCH and self.functorch is None:
-                self.functorch = n
+            depth += (nodes.name(n) in _ENTER) - (nodes.name(n) in _LEAVE)
+            if depth > 0 or nodes.name(n) in _LEAVE:
+                self.nested.add(n)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
     """Cut the slice out; raises Refused where what surrounds it forbids a rewrite."""
     product = candidate.product
     assert product is not None
-    if facts.functorch is not None:
-        raise Refused(Reason.VMAP, facts.functorch.name, "region")
+    if product in facts.nested:
+        raise Refused(Reason.VMAP, product.name, "region")
     user = observed(candidate)
     if user is not None:
         raise Refused(Reason.WEIGHTS_USED, user.name, "region", f"by {nodes.name(user)}")
@@ -87,8 +90,10 @@ def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Nod
         contraction = nodes.name(node) in nodes.CONTRACTION | nodes.SDPA
         for arg in nodes.inputs(node):
             follow = free[node] and (not contraction or (node is product and arg in candidate.carried) or _is_mask(node, arg))
-            if not _replayable(arg) or (not follow and not _transparent(arg)) or not _own_memory(arg, facts):
+            if not _replayable(arg) or arg in facts.nested or not _own_memory(arg, facts):
                 continue
+            if not follow and (not _transparent(arg) or facts.mutations.get(nodes.storage(arg) or 0)):
+                continue                            # an operand whose memory is changed is read as it is at the product
             for found in [arg, *_changes(arg, product, facts, free)]:
                 if found not in free or (follow and not free[found]):
                     free[found] = follow or found is not arg
@@ -138,26 +143,21 @@ def _changes(node: Node, product: Node, facts: GraphFacts, known: dict[Node, boo
 
 
 def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: GraphFacts) -> None:
-    """What the kernel reads must be, at the place of the value product, what the chain read where it stood."""
+    """What the kernel reads must be, at the place of the value product, what the chain read where it stood.
+
+    In-place operations inside the slice are replayed, and operands are then looked up in their final state; any other change
+    between the first use of some memory and the product would be missed.
+    """
     inner, here = set(body), facts.position
-    for node in read:
-        at = nodes.storage(node)
-        changes = facts.mutations.get(at, []) if at is not None else []
-        first = min((here[n] for n in body if any(nodes.storage(a) == at for a in nodes.inputs(n))), default=here[product])
-        late = [m for m in changes if first < here[m] < here[product]]
-        if late:
-            raise Refused(Reason.MUTATED_OPERAND, late[0].name, "region", f"{node.name} is changed by {nodes.name(late[0])}")
+    touched: dict[int, int] = {}                       # memory → where the slice first touches it
     for node in body:
-        if not nodes.mutated(node):
-            continue
-        for target in nodes.mutated(node):
-            at = nodes.storage(target)
-            outside = next((n for n in here if nodes.storage(n) == at and n not in inner), None)
-            watcher = next((u for n in inner if nodes.storage(n) == at and n is not product for u in n.users
-                            if u not in inner and (u.users or u.op == "output")), None)
-            if outside is not None or watcher is not None:
-                seen = outside or watcher
-                raise Refused(Reason.INPLACE, node.name, "region", f"{nodes.name(node)} is seen by {seen.name if seen else ''}")
+        for at in {nodes.storage(node), *(nodes.storage(a) for a in nodes.inputs(node))} - {None}:
+            touched.setdefault(at, here[node])  # type: ignore[arg-type]
+    for at, first in touched.items():
+        late = [m for m in facts.mutations.get(at, []) if m not in inner and first < here[m] < here[product]]
+        if late:
+            reason = Reason.MUTATED_OPERAND if any(nodes.storage(n) == at for n in read) else Reason.INPLACE
+            raise Refused(reason, late[0].name, "region", f"by {nodes.name(late[0])}")
 
 
 def scores_observer(region: Region, chain: set[Node]) -> Node | None:

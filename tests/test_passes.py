@@ -1,0 +1,182 @@
+"""Detection: every row of the table gives the program it must, or the refusal it must; every rewrite keeps the values."""
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from attnfuse.passes import pipeline
+from attnfuse.program import show
+from attnfuse.report import Report
+from attnfuse.settings import Settings
+from tests.cases import CASES, Case
+
+
+def rewrite(fn, settings: Settings | None = None, dynamic: bool | None = None):
+    """`fn` compiled with the passes alone (no inner compiler) and the reports of its graphs."""
+    reports: list[Report] = []
+
+    def backend(gm, example_inputs):
+        out, report = pipeline.run(gm, settings or Settings(strict=True))
+        reports.append(report)
+        return out.forward
+
+    torch._dynamo.reset()
+    return torch.compile(fn, backend=backend, dynamic=dynamic), reports
+
+
+def seed() -> int:
+    """Fresh every run, printed by pytest where a test fails."""
+    found = int(torch.randint(0, 2 ** 31, (1,)))
+    print("seed", found)
+    return found
+
+
+def doubled(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def tensors(x) -> list[torch.Tensor]:
+    return list(x) if isinstance(x, (tuple, list)) else [x]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_detection_and_values(case: Case) -> None:
+    inputs = case.inputs(torch.Generator().manual_seed(seed()))
+    compiled, reports = rewrite(case.fn)
+    with torch.no_grad():
+        want = tensors(case.fn(*(x.clone() for x in inputs)))
+        got = tensors(compiled(*(x.clone() for x in inputs)))
+    sites = [s for r in reports for s in r.sites]
+    assert len(sites) == 1
+    if case.reason is None:
+        assert sites[0].rewritten, sites[0].reason
+        spec = sites[0].spec
+        names = {n: o.name for n, o in enumerate(spec.operands)}
+        assert (show(spec.score, names), show(spec.weight, names)) == (case.score, case.weight)
+    else:
+        assert not sites[0].rewritten, sites[0].equation
+        assert sites[0].reason.reason is case.reason, sites[0].reason
+        assert sites[0].reason.node
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.reason is None and c.train], ids=str)
+def test_gradients(case: Case) -> None:
+    """Gradients of all inputs against the written chain in float64."""
+    inputs = case.inputs(torch.Generator().manual_seed(seed()))
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    exact = [doubled(x).clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    compiled, _ = rewrite(case.fn)
+    out, ref = compiled(*leaves), case.fn(*exact)
+    upstream = torch.randn_like(ref)
+    out.backward(upstream.to(out.dtype))
+    ref.backward(upstream)
+    for a, b in zip(leaves, exact, strict=True):
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad.double(), b.grad, atol=5e-5, rtol=5e-5)
+
+
+def test_the_table_covers_every_guard() -> None:
+    """Each reason that a chain can give has a row here, or its own test below or elsewhere."""
+    elsewhere = {"AXIS_ROLES", "INPLACE", "UNKNOWN_OP", "NOT_EXPRESSIBLE", "DEVICE", "VMAP", "DYNAMIC", "METADATA", "FAILED"}
+    from attnfuse.refusal import Reason
+    assert {c.reason.name for c in CASES if c.reason} | elsewhere >= {r.name for r in Reason}
+
+
+def test_identical_layers_are_analysed_once() -> None:
+    def layers(q, k, v):
+        for _ in range(5):
+            q = (q @ k.transpose(-2, -1) * 0.25).softmax(-1) @ v + 1.0
+        return q
+
+    compiled, reports = rewrite(layers)
+    compiled(*(torch.randn(2, 3, 8, 16) for _ in range(3)))
+    assert [s.rewritten for s in reports[0].sites] == [True] * 5
+    note = next(p.note for p in reports[0].passes if p.name == "lift")
+    assert note == "2 analysed"          # the first reads inputs, the others a sum
+
+
+def test_one_compilation_serves_a_range_of_lengths() -> None:
+    def causal(q, k, v):
+        keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+        return (q @ k.transpose(-2, -1) * 0.25).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    compiled, reports = rewrite(causal, dynamic=True)
+    for n in (5, 6, 17, 40):
+        x = [torch.randn(2, 3, n, 16) for _ in range(3)]
+        torch.testing.assert_close(compiled(*x), causal(*x))
+    assert len(reports) == 1
+    assert "|" not in reports[0].sites[0].equation.split("softmax_j")[1]      # no length was needed, none was fixed
+
+
+def test_the_input_graph_is_not_changed() -> None:
+    seen = []
+
+    def backend(gm, example_inputs):
+        before = str(gm.graph)
+        out, report = pipeline.run(gm, Settings(strict=True))
+        seen.append((before == str(gm.graph), out is not gm, report.rewritten))
+        return out.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, backend=backend)(*(torch.randn(2, 5, 4) for _ in range(3)))
+    assert seen == [(True, True, 1)]
+
+
+def test_inside_checkpoint() -> None:
+    from torch.utils.checkpoint import checkpoint
+    fn = lambda q, k, v: checkpoint(lambda a, b, c: (a @ b.mT).softmax(-1) @ c, q, k, v, use_reentrant=False)
+    compiled, reports = rewrite(fn)
+    x = [torch.randn(2, 5, 4, requires_grad=True) for _ in range(3)]
+    torch.testing.assert_close(compiled(*x), fn(*x))
+    assert [s.rewritten for r in reports for s in r.sites] == [True]
+
+
+def test_under_vmap_is_refused() -> None:
+    fn = torch.func.vmap(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+    compiled, reports = rewrite(fn)
+    x = [torch.randn(3, 2, 5, 4) for _ in range(3)]
+    torch.testing.assert_close(compiled(*x), fn(*x))
+    assert all(s.reason.reason.name == "VMAP" for r in reports for s in r.sites)
+
+
+def test_autocast_entered_in_the_graph() -> None:
+    def fn(q, k, v):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (q @ k.mT * 0.5).softmax(-1) @ v
+
+    compiled, reports = rewrite(fn)
+    x = [torch.randn(2, 5, 16) for _ in range(3)]
+    out, ref = compiled(*x), fn(*x)
+    assert [s.rewritten for r in reports for s in r.sites] == [True]
+    assert reports[0].sites[0].spec.qk_dtype == "bfloat16" and out.dtype == ref.dtype
+    torch.testing.assert_close(out.float(), ref.float(), atol=3e-2, rtol=3e-2)
+
+
+def test_weights_kept_in_float32_for_the_value_product() -> None:
+    fn = lambda q, k, v: ((q @ k.mT).float().softmax(-1) @ v.float()).to(q.dtype)
+    compiled, reports = rewrite(fn)
+    x = [torch.randn(2, 5, 16).half() for _ in range(3)]
+    torch.testing.assert_close(compiled(*x), fn(*x), atol=2e-3, rtol=2e-3)
+    assert reports[0].sites[0].spec.pv_dtype == "float32"
+
+
+def test_a_failing_pass_leaves_the_graph_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(pipeline, "assemble", broken)
+    fn = lambda q, k, v: (q @ k.mT).softmax(-1) @ v
+    x = [torch.randn(2, 5, 16) for _ in range(3)]
+    compiled, reports = rewrite(fn, Settings())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(compiled(*x), fn(*x))
+    assert reports[0].failures and reports[0].sites[0].reason.reason.name == "FAILED"
+    assert sum("attnfuse" in str(w.message) for w in said) == 1
+    compiled, _ = rewrite(fn, Settings(strict=True))
+    with pytest.raises(Exception, match="no"):
+        compiled(*x)
