@@ -61,7 +61,7 @@ class Algebra:
             args = [self.poly(a) for a in expr.args]
             out = {"add": lambda: args[0] + args[1], "sub": lambda: args[0] - args[1], "mul": lambda: args[0] * args[1],
                    "neg": lambda: -args[0]}[expr.op]()
-            return sympy.expand(out)
+            return _recombined(sympy.expand(out))
         if expr.op in ("floordiv", "mod"):
             return self._divide(expr.op, self.poly(expr.args[0]), self.poly(expr.args[1]))
         symbol = sympy.Symbol(f"{expr.op}:{expr.attr}" if not expr.args else repr(expr), integer=True)
@@ -243,6 +243,17 @@ class Algebra:
         if left == 0:
             left = -gap.as_coeff_Add()[0]
         return apply(node.op, self.expr(left), self.expr(sympy.expand(gap + left)))
+
+
+def _recombined(poly: sympy.Expr) -> sympy.Expr:
+    """n·(x // n) + x % n = x: what taking an index apart and putting it together again leaves."""
+    for rest in poly.atoms(_Mod):
+        x, n = rest.args
+        c = poly.coeff(rest, 1)
+        quotient = _FloorDiv(x, n)
+        if c != 0 and sympy.expand(poly.coeff(quotient, 1) - c * n) == 0:
+            poly = sympy.expand(poly - c * n * quotient - c * rest + c * x)
+    return poly
 
 
 _AXIS_NAMES = frozenset({"i", "j", "d", "e"})
