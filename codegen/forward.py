@@ -327,12 +327,12 @@ class _Forward:
             w.gap("tiles that a bound or the end of the keys cuts, on both sides of the full ones")
             w.line("n_left = (full_start - start) // BLOCK_N")
             w.line(f"n_partial = n_left + tl.cdiv(tl.maximum({self.stop} - full_stop, 0), BLOCK_N)")
-            with w.block("for step in range(0, n_partial):"):
+            with w.block("for step in tl.range(0, n_partial, num_stages=1):"):
                 w.line("start_n = tl.where(step < n_left, start + step * BLOCK_N, full_stop + (step - n_left) * BLOCK_N)")
                 self._tile(w, self.score, masked=True)
         else:
             w.gap("tiles that a bound or the end of the keys cuts" if self.bounded else "the last tile, where keys may be missing")
-            with w.block(f"for start_n in range(full_stop, {self.stop}, BLOCK_N):"):
+            with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages=1):"):
                 self._tile(w, self.score, masked=True)
         if self.ranges.speculative:
             self._sweep(w)
@@ -346,7 +346,7 @@ class _Forward:
             w.line("n_before = start // BLOCK_N")
         w.line(f"n_swept = {'n_before + ' if self.lowers else ''}tl.cdiv(tl.maximum(n_keys - stop_tile, 0), BLOCK_N)")
         w.line("n_swept = tl.where(tl.max(unseen.to(tl.int32), 0) > 0, n_swept, 0)")
-        with w.block("for step in range(0, n_swept):"):
+        with w.block("for step in tl.range(0, n_swept, num_stages=1):"):
             if self.lowers:
                 w.line("start_n = tl.where(step < n_before, step * BLOCK_N, stop_tile + (step - n_before) * BLOCK_N)")
             else:

@@ -61,7 +61,7 @@ def source(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.T
         Unsupported: there is none.
     """
     plan = plans(spec, operands, sizes, device if isinstance(device, Device) else present(torch.device(device)))[0]
-    return header.render(spec, plan, emit(spec, plan), _recorded(operands, sizes))
+    return header.render(spec, plan, emit(spec, plan), recorded(operands, sizes))
 
 
 # ---- deciding
@@ -137,7 +137,7 @@ def out_strides(spec: AttentionSpec, sizes: dict[str, int]) -> tuple[int, ...]:
 
 # ---- preparing and launching
 
-def _recorded(operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> header.Call:
+def recorded(operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> header.Call:
     return header.Call(tuple(int(n) for n in sizes), tuple((tuple(t.shape), tuple(t.stride())) for t in operands))
 
 
@@ -179,7 +179,7 @@ class _Ladder:
 
     def __init__(self, spec: AttentionSpec, plans: tuple[KernelPlan, ...], sizes: tuple[int, ...], operands: Sequence[torch.Tensor]) -> None:
         self.spec, self.plans, self.sizes = spec, list(plans), sizes
-        self.call = _recorded(operands, sizes)
+        self.call = recorded(operands, sizes)
         self.bound: Run | None = None
 
     def run(self, operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from ..program import depends, loads
+from ..ranges import analyse
 from ..spec import AttentionSpec, dtype_of
 from .tiles import Device, Tile, footprint, padded, traffic, work
 
@@ -81,17 +82,39 @@ def products(spec: AttentionSpec) -> tuple[str, str]:
     return product_dtype(query, key, spec.qk_dtype), pv
 
 
-# (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …] from the one measured fastest to the one that always fits)
-_HALF_TILES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
-    (64, ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))),
+Shape = tuple[int, int, int, int]
+Table = tuple[tuple[int, tuple[Shape, ...]], ...]
+
+# (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …] from the preferred one to the one that always fits).
+# Each first choice was compiled without spilling registers; those of Hopper and float16/bfloat16 were measured on an H200.
+_HOPPER: Table = (
+    (64, ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
+    (256, ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
-_FLOAT_TILES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
-    (64, ((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((32, 32, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1))),
+_AMPERE: Table = (
+    (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
+# Products of float32 operands are taken without tensor cores, unrolled: small tiles, many threads.
+_FLOAT32: Table = (
+    (64, ((64, 32, 8, 1), (32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
+    (128, ((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1))),
+    (256, ((16, 16, 8, 1), (16, 16, 4, 1))),
+)
+_TF32: Table = (
+    (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((32, 32, 8, 1), (16, 16, 4, 1))),
+)
+
+
+def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
+    qk, pv = products(spec)
+    if qk not in HALF or pv not in HALF:
+        return _TF32 if request.tf32 and "float32" == qk == pv else _FLOAT32
+    return _HOPPER if device.asynchronous else _AMPERE
 
 
 def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[KernelPlan, ...]:
@@ -103,21 +126,21 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
     block_d, block_e = padded(request.depth), padded(request.value_depth)
     if max(block_d, block_e) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
-    qk, pv = products(spec)
-    half = qk in HALF and pv in HALF
-    table = _HALF_TILES if half else _FLOAT_TILES
-    shapes = next(rows for limit, rows in table if max(block_d, block_e) <= limit)
+    shapes = next(rows for limit, rows in _table(spec, request, device) if max(block_d, block_e) <= limit)
+    if len(analyse(spec).bounds) and shapes[0] == (128, 64, 8, 2):
+        shapes = shapes[1:]             # with a second loop for cut tiles this one spills
     out: list[KernelPlan] = []
     for rank, shape in enumerate(shapes):
         plan = _fit(spec, request, device, shape, block_d, block_e, rank)
         if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in out):
             out.append(plan)
-    if len(out) < 2:
-        out.append(_plan(spec, request, device, (16, 16, 4, 1), block_d, block_e, ("the smallest tile there is",)))
+    for warps in (4, 2):
+        if len(out) < 2:
+            out.append(_plan(spec, request, device, (16, 16, warps, 1), block_d, block_e, ("the smallest tile there is",)))
     return tuple(out)
 
 
-def _fit(spec: AttentionSpec, request: Request, device: Device, shape: tuple[int, int, int, int], block_d: int, block_e: int,
+def _fit(spec: AttentionSpec, request: Request, device: Device, shape: Shape, block_d: int, block_e: int,
          rank: int) -> KernelPlan | None:
     """One row of the table fitted to the call, or None where it does not fit the device."""
     block_m, block_n, warps, stages = shape
@@ -126,18 +149,19 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, shape: tuple[int
     fill = request.batch * math.ceil(max(request.queries, 1) / block_m)
     if rows < block_m:
         reasons.append(f"BLOCK_M {rows}: there are no more queries")
-        block_m, warps = rows, min(warps, 4)
+        block_m = rows
+        warps = min(warps, 4) if block_d <= 128 else warps
     elif block_m == 128 and fill < device.processors and request.queries > 64:
         reasons.append(f"BLOCK_M 64: tiles of 128 would leave some of {device.processors} processors idle")
-        block_m, warps = 64, 4
-    if tile_loads(spec) and block_m == 128 and warps == 4:
-        reasons.append("8 warps: the score program reads a tile of its own, which needs registers")
+        block_m, warps = 64, max(4, warps // 2)
+    if (tile_loads(spec) or spec.dropouts) and block_m == 128 and warps == 4:
+        reasons.append("8 warps: the programs read or draw a tile of their own, which needs registers")
         warps = 8
     plan = _plan(spec, request, device, (block_m, block_n, warps, stages), block_d, block_e, tuple(reasons))
     return plan if plan.shared <= device.shared else None
 
 
-def _plan(spec: AttentionSpec, request: Request, device: Device, shape: tuple[int, int, int, int], block_d: int, block_e: int,
+def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, block_d: int, block_e: int,
           reasons: tuple[str, ...]) -> KernelPlan:
     block_m, block_n, warps, stages = shape
     tile = Tile(block_m, block_n, block_d, block_e, warps, stages)

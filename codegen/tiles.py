@@ -29,6 +29,11 @@ class Device:
     registers: int = 255
     lanes: int = 32
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether products read their operands from shared memory (Hopper and datacentre Blackwell), which frees registers."""
+        return self.backend == "cuda" and self.shared >= 200 * KIB
+
 
 DEVICES: dict[tuple[str, int], Device] = {
     ("cuda", 80): Device("A100", "cuda", 163 * KIB, 108),

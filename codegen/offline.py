@@ -1,0 +1,112 @@
+"""Compile a generated kernel without the device it is for, and read what the compiler says of it.
+
+    report = compile_only(spec, sizes, operands, ("cuda", 90))
+    report.shared, report.registers, report.spills
+"""
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..spec import AttentionSpec, dtype_of
+from . import launch
+from .arguments import number
+from .forward import emit
+from .plan import KernelPlan
+from .tiles import known
+
+Target = tuple[str, int | str]
+
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
+          torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler reports: bytes of shared memory a block; registers a thread and bytes spilled, where a tool can tell."""
+
+    plan: KernelPlan
+    shared: int
+    registers: int | None
+    spills: int | None
+
+
+def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target,
+                 plan: KernelPlan | None = None) -> Compiled:
+    """Compile the forward kernel for ("cuda", 80), ("cuda", 90), ("cuda", 100) or ("hip", "gfx942").
+
+    Args:
+        spec, sizes: as of `launch.forward`.
+        operands: tensors whose dtypes, shapes and strides count; the meta device will do.
+        target: backend and architecture.
+        plan: by default the preferred one for the target.
+
+    Raises:
+        Unsupported: this attention has no kernel.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    device = known(*target)
+    plan = plan or launch.plans(spec, operands, sizes, device)[0]
+    function = launch.function(spec, plan, launch.recorded(operands, sizes))
+    signature, constants, attributes = _specialise(spec, plan, sizes, operands, function.arg_names)
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+    compiled = triton.compile(source, target=GPUTarget(*target, device.lanes), options=options)
+    registers, spills = _usage(compiled.asm["cubin"]) if target[0] == "cuda" else _amd_usage(compiled.asm.get("amdgcn", ""))
+    return Compiled(plan, compiled.metadata.shared, registers, spills)
+
+
+def _specialise(spec: AttentionSpec, plan: KernelPlan, sizes: Sequence[int], operands: Sequence[torch.Tensor],
+                names: Sequence[str]) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list[list[object]]]]:
+    """Types, constants and divisibilities of the arguments, as Triton's launcher would find them for aligned tensors."""
+    kernel = emit(spec, plan)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = dict(kernel.constants)
+    aligned: list[str] = []
+    special = {"out": dtype_of(spec.out_dtype), "stats": torch.float32, "seed": torch.int64}
+    for pointer in kernel.pointers:
+        dtype = special[pointer.operand] if isinstance(pointer.operand, str) else operands[pointer.operand].dtype
+        signature[pointer.name] = f"*{_TYPES[dtype]}"
+        aligned.append(pointer.name)
+    for argument in kernel.integers:
+        value = number(argument, named, shapes, strides, launch.out_strides(spec, named))
+        if value == 1 and not argument.name.startswith("n_"):
+            constants[argument.name] = 1
+            continue
+        signature[argument.name] = "i32" if -2 ** 31 <= value < 2 ** 31 else "i64"
+        if value % 16 == 0 and not argument.name.startswith("n_"):
+            aligned.append(argument.name)
+    ordered = {n: signature.get(n, "constexpr") for n in names}
+    return ordered, constants, {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+
+
+def _usage(cubin: bytes) -> tuple[int | None, int | None]:
+    """(registers a thread, bytes of local memory a thread) from the disassembler that Triton ships."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "kernel.cubin"
+        path.write_bytes(cubin)
+        shown = subprocess.run([knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=False)
+    registers, stack, local = (re.search(rf"{n}:(\d+)", shown.stdout) for n in ("REG", "STACK", "LOCAL"))
+    if registers is None:
+        return None, None
+    return int(registers.group(1)), int(stack.group(1) if stack else 0) + int(local.group(1) if local else 0)
+
+
+def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
+    """(vector registers, spilled ones) from the metadata at the end of an AMD assembly listing."""
+    registers, spills = (re.search(rf"\.{n}:\s+(\d+)", assembly) for n in ("vgpr_count", "vgpr_spill_count"))
+    return (int(registers.group(1)) if registers else None), (int(spills.group(1)) if spills else None)
