@@ -79,11 +79,32 @@ class Algebra:
                 rest += term
         if rest.is_Integer and n.is_Integer and n > 0:
             whole, rest = whole + rest // n, rest % n
-        low, high = self.bounds(rest)
-        inside = low is not None and high is not None and self.nonnegative(low) and self.nonnegative(n - 1 - high)
-        if op == "floordiv":
-            return sympy.expand(whole if inside else whole + _FloorDiv(rest, n))
-        return sympy.expand(rest if inside else _Mod(rest, n))
+        if self._within(rest, n):
+            return sympy.expand(whole if op == "floordiv" else rest)
+        common = self._common_factor(rest, n)
+        if common is not None:                         # (g·y + r) // (g·m) = y // m and (g·y + r) % (g·m) = g·(y % m) + r
+            g, y, r = common
+            inner = self._divide(op, y, n / g)
+            return sympy.expand(whole + inner if op == "floordiv" else g * inner + r)
+        return sympy.expand(whole + _FloorDiv(rest, n) if op == "floordiv" else _Mod(rest, n))
+
+    def _within(self, poly: sympy.Expr, n: sympy.Expr) -> bool:
+        """Whether 0 <= poly < n is proven."""
+        low, high = self.bounds(poly)
+        return low is not None and high is not None and self.nonnegative(low) and self.nonnegative(n - 1 - high)
+
+    def _common_factor(self, poly: sympy.Expr, n: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr] | None:
+        """(g, y, r) with poly = g·y + r, 0 <= r < g, and g a proper divisor of the number n."""
+        if not n.is_Integer:
+            return None
+        terms = sympy.Add.make_args(poly)
+        for g in sorted({abs(t.as_coeff_Mul()[0]) for t in terms}, reverse=True):
+            if g.is_Integer and 1 < g < n and n % g == 0:
+                multiple = [t for t in terms if t.as_coeff_Mul()[0] % g == 0]
+                r = sympy.Add(*(t for t in terms if t not in multiple))
+                if self._within(r, g):
+                    return g, sympy.expand(sympy.Add(*multiple) / g), r
+        return None
 
     def expr(self, poly: sympy.Expr) -> Expr:
         """Back from a polynomial; positive terms first, so that a difference prints as one."""
