@@ -153,20 +153,21 @@ def _arguments(value: Value) -> list[Value]:
 
 
 def _main_dot(parts: _Parts) -> int:
-    """The product that is the attention's: one side depends on the key axis and the other does not; the longest sum wins."""
+    """The product that is the attention's: one side depends on the key axis and the other does not. Of several, one that is
+    indexed by the key axis itself (a relative term is indexed by a function of it), then the one with the longest sum."""
     used = [int(x.attr) for x in walk(parts.score) if x.op == "dot"]  # type: ignore[arg-type]
     one_key = parts.lift.algebra.lengths["j"] == const(1)
-    fit: list[tuple[int, int]] = []
+    fit: list[tuple[bool, int, int]] = []
     for n in used:
         _, call, index = parts.lift.dots[n]
         along_j = ["j" in depends(index[-2]), "j" in depends(index[-1])]
         if (one_key or along_j.count(True) == 1) and not any("j" in depends(b) for b in index[:-2]):
             width = call.args[0].shape[-1]
-            fit.append((int(width.attr) if width.op == "const" else 0, n))  # type: ignore[arg-type]
+            fit.append((axis("j") in index[-2:], int(width.attr) if width.op == "const" else 0, n))  # type: ignore[arg-type]
     if not fit:
         reason = Reason.AXIS_ROLES if used else Reason.NO_SCORE_PRODUCT
         raise Refused(reason, "", "lift", "" if used else f"the score is {str(parts.score)[:120]}")
-    return max(fit, key=lambda f: f[0])[1]
+    return max(fit, key=lambda f: f[:2])[2]
 
 
 def _sides(parts: _Parts, main: int) -> tuple[list[Level], list[Level]]:
