@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import functools
 import math
 import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,7 @@ FOOTER = "Time: the fastest forward after the first. Peak extra: memory in use a
 @dataclass(frozen=True)
 class Measured:
     """One program at one length; `seconds` is the fastest forward, `first` the first call with its compilation, `extra`
-    the peak of memory above what was in use before the forward (None where it can't be read), `passes` the time in our passes."""
+    the peak of memory above what was in use before the forward (None where it can't be read), `passes` the seconds in our passes."""
 
     program: str
     tokens: int
@@ -174,16 +173,19 @@ def clock(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(name: str, call: Program, ids: Tensor, repeats: int = 2) -> tuple[Measured, Tensor]:
-    """First call, then `repeats` more: the fastest counts, and memory is read during the first of them. Also the logits."""
+    """A first call, then `repeats` more: the fastest of those counts, and memory is read during one. Also the logits."""
     times: list[float] = []
     logits: list[Tensor] = []
-    run = functools.partial(call, ids)
+
+    def once() -> None:
+        times.append(clock(lambda: logits.append(call(ids)), ids.device))
+
     before = pass_seconds(call)
     with torch.no_grad():
-        first = clock(run, ids.device)
-        extra = peak_extra(lambda: times.append(clock(run, ids.device)), ids.device)
-        times += [clock(run, ids.device) for _ in range(repeats - 2)]
-        times.append(clock(lambda: logits.append(run()), ids.device))
+        first = clock(lambda: call(ids), ids.device)
+        extra = peak_extra(once, ids.device)
+        for _ in range(repeats - 1):
+            once()
     passes = pass_seconds(call) - before if name == "fused" else None
     return Measured(name, ids.shape[1], min(times), first, extra, passes), logits[0]
 
@@ -257,10 +259,11 @@ def main(lengths: Sequence[int] = (1024, 4096), quick: bool = False, say: Callab
 def compare(model: nn.Module, ids: Tensor, inner: str, names: Sequence[str], say: Callable[[str], None]) -> dict[str, Tensor]:
     """Measure the programs at one length and print a row for each; returns their logits."""
     eager: Measured | None = None
+    repeats = 10 if ids.is_cuda else 2 if ids.shape[1] <= 2048 else 1
     logits: dict[str, Tensor] = {}
     for name in names:
         try:
-            found, logits[name] = measure(name, program(model, name, inner), ids, repeats=10 if ids.is_cuda else 2)
+            found, logits[name] = measure(name, program(model, name, inner), ids, repeats)
         except Exception as e:  # one program that fails must not hide the others
             say(f"  {ids.shape[1]:>6}  {name:<9} left out: {why_not(e)}")
             continue
@@ -282,7 +285,7 @@ def usable_inner(say: Callable[[str], None]) -> str:
 
 
 @contextlib.contextmanager
-def quiet():
+def quiet() -> Iterator[None]:
     """Without the warnings of other libraries between the lines of the table."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,10 @@ from typing import Any
 
 from .refusal import Refusal
 from .spec import AttentionSpec
+
+
+WIDTH = 116
+"""Columns of the text."""
 
 
 @dataclass(frozen=True)
@@ -190,13 +195,23 @@ def _head(report: Report) -> str:
     return f"attnfuse: {report.rewritten} of {len(report.sites)} attention site{plural} rewritten; {cost}"
 
 
+def _equation(number: int, equation: str) -> list[str]:
+    """An equation with its number, a line for each part, folded to fit a terminal."""
+    lead = f"  {number}  "
+    lines: list[str] = []
+    for part in equation.split(";  "):
+        indent = lead if not lines else " " * len(lead)
+        lines += textwrap.wrap(part, WIDTH, initial_indent=indent, subsequent_indent=" " * (len(lead) + 4), break_long_words=False)
+    return lines
+
+
 def _lines(report: Report) -> list[str]:
     """The readable form: a headline, a row for each group, the equations, the remarks and the failures."""
     groups = _groups(report.sites)
     equations = list(dict.fromkeys(s.equation for g in groups.values() for s in g if s.equation))
     rows = [("sites", "module", "source", "result")] if groups else []
     for (rewritten, text, _), sites in groups.items():
-        sources = list(dict.fromkeys(s.source for s in sites if s.source))
+        sources = list(dict.fromkeys(os.path.basename(s.source) for s in sites if s.source))
         source = sources[0] + (f" (+{len(sources) - 1})" if len(sources) > 1 else "") if sources else ""
         known = [equations.index(s.equation) + 1 for s in sites[:1] if s.equation]
         result = "rewritten" if rewritten else text
@@ -204,7 +219,8 @@ def _lines(report: Report) -> list[str]:
     widths = [max((len(r[c]) for r in rows), default=0) for c in range(3)]
     lines = [_head(report)]
     lines += [f"  {r[0]:>{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]}" for r in rows]
-    lines += [f"  {n}  {e}" for n, e in enumerate(equations, 1)]
+    for number, equation in enumerate(equations, 1):
+        lines += _equation(number, equation)
     lines += [f"  note: {text}" for text in dict.fromkeys(x for s in report.sites for x in s.notes)]
     lines += [f"  failure: {text}" for text in dict.fromkeys(report.failures)]
     return lines

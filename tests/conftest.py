@@ -100,3 +100,13 @@ def counted(set_passes: Callable[[Passes], None]) -> list[GraphModule]:
 
     set_passes(run)
     return seen
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update", action="store_true", help="rewrite golden files and generated pages instead of comparing")
+
+
+@pytest.fixture
+def update(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be rewritten."""
+    return bool(request.config.getoption("--update"))
