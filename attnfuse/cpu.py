@@ -21,7 +21,7 @@ from .intervals import interval
 from .program import WEIGHT, Expr, add, apply, const, depends, mul, where
 from .ranges import DEAD, Bound, analyse
 from .spec import Access, AttentionSpec
-from .walker import Call, allocate_out, prepare, run
+from .tiling import Call, allocate_out, prepare, run
 
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -52,7 +52,8 @@ def plain(spec: AttentionSpec) -> Plain | None:
         return None
     scale, rest = parts
     causal = bool(ranges.bounds)
-    if not math.isfinite(scale) or rest is not None and (causal or not depends(rest) <= {*spec.batch, "j"}):
+    # The kernel masks before it scales: -inf would become +inf or NaN.
+    if not 0.0 < scale < math.inf or rest is not None and (causal or not depends(rest) <= {*spec.batch, "j"}):
         return None
     return Plain(scale, causal, rest)
 
@@ -139,8 +140,8 @@ def _arguments(spec: AttentionSpec, plan: Plain, operands: Sequence[torch.Tensor
             return None
         mask = mask.expand([call.sizes[a] for a in call.spec.batch] + [1, named["j"]])
         mask = mask.reshape([*four, 1, named["j"]])
-    parts = [whole(call.spec.query, ("i", "d")), whole(call.spec.key, ("j", "d")), whole(call.spec.value, ("j", "e"))]
-    return _Arguments(call, box, *parts, mask)
+    query, key, value = whole(call.spec.query, ("i", "d")), whole(call.spec.key, ("j", "d")), whole(call.spec.value, ("j", "e"))
+    return _Arguments(call, box, query, key, value, mask)
 
 
 def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:

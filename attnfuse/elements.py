@@ -3,6 +3,7 @@
 A *box* gives each axis its half-open range of positions. A rectangle has one dimension for each axis of a given order, of
 length 1 where the index map does not depend on the axis.
 
+    >>> from .program import axis
     >>> box = {"i": (2, 4), "d": (0, 3)}
     >>> elements = Elements([torch.arange(12).view(4, 3)], {"i": 4, "d": 3}, torch.device("cpu"))
     >>> elements.read(0, (axis("i"), axis("d")), box, ("i", "d"))
@@ -12,21 +13,20 @@ length 1 where the index map does not depend on the axis.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .algebra import affine
-from .program import Env, Expr, axis, depends, evaluate
+from .program import Env, Expr, depends, evaluate
 
 Box = dict[str, tuple[int, int]]
 Index = tuple[Expr, ...]
 
 _INTEGER: dict[str, Callable[..., int]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "floordiv": operator.floordiv,
-    "mod": operator.mod, "min": min, "max": max, "abs": abs,
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a, "abs": lambda a: abs(a),
+    "floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b, "min": lambda a, b: min(a, b), "max": lambda a, b: max(a, b),
 }
 
 
@@ -197,4 +197,4 @@ def contract(a: torch.Tensor, b: torch.Tensor, keep: Sequence[int]) -> torch.Ten
     order = [*kept, *summed, len(batch), len(batch) + 1]
     joined = [x.expand(*batch, *x.shape[-2:]).permute(order).reshape([*(batch[n] for n in kept), -1, x.shape[-1]]) for x in (a, b)]
     out = joined[0].transpose(-1, -2) @ joined[1]
-    return out.view([*keep, *out.shape[-2:]]) if len(kept) == len(batch) else out.reshape([*(1 if n in summed else batch[n] for n in range(len(batch))), *out.shape[-2:]])
+    return out.reshape([*(1 if n in summed else length for n, length in enumerate(batch)), *out.shape[-2:]])

@@ -27,6 +27,7 @@ from . import cpu, walker
 from .reference import reference
 from .settings import current
 from .spec import AttentionSpec
+from .tiling import allocate_out
 
 Executor = Literal["auto", "reference", "walker", "triton"]
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -91,7 +92,7 @@ def _generated(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Seq
 
 def _forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None) -> Result:
     if _forced == "reference":
-        out = walker.allocate_out(spec, sizes, operands[spec.query.operand])
+        out = allocate_out(spec, sizes, operands[spec.query.operand])
         return out.copy_(reference(spec, operands, sizes, seed)), walker.forward(spec, operands, sizes, seed)[1]
     if _forced == "triton":
         return importlib.import_module("attnfuse.codegen.launch").forward(spec, operands, sizes, seed)
@@ -137,7 +138,7 @@ def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor]
 @torch.library.register_fake("attnfuse::attention", lib=_library)
 def _fake(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> Result:
     parsed = AttentionSpec.from_json(spec)
-    out = walker.allocate_out(parsed, sizes, operands[parsed.query.operand])
+    out = allocate_out(parsed, sizes, operands[parsed.query.operand])
     return out, out.new_empty([*out.shape[:-1], 2], dtype=parsed.compute_dtype)
 
 

@@ -1,0 +1,421 @@
+"""The operators: what PyTorch demands of one, the compilers, and that the CPU's fused kernel means the same."""
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnfuse import cpu, ops, walker
+from attnfuse.program import DOT, WEIGHT, Expr, add, apply, const, le, load, mul, where
+from attnfuse.reference import reference
+from attnfuse.spec import AttentionSpec
+from tests.build import B1, CAUSAL, FLOAT32_MIN, I, INF, J, S, added, attention, causal, data, padding, random_seed, window
+
+Tensors = list[torch.Tensor]
+SIZES = [2, 4, 9, 9, 8, 8]
+MASK = (("mask", "bool", 2),)
+DROPOUT = mul(WEIGHT, Expr("keep", attr=(0, 0.4)))
+SEED = torch.tensor([77])
+
+
+def attend(spec: AttentionSpec | str, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None = None) -> torch.Tensor:
+    text = spec if isinstance(spec, str) else spec.to_json()
+    return torch.ops.attnfuse.attention(list(operands), list(sizes), seed, text)[0]
+
+
+def trainable(operands: Sequence[torch.Tensor]) -> Tensors:
+    return [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]
+
+
+def mask() -> torch.Tensor:
+    found = torch.rand(2, 9) > 0.4
+    found[:, 4] = True
+    return found
+
+
+PLAIN: dict[str, tuple[AttentionSpec, list[int], Callable[[], Tensors]]] = {
+    "plain": (attention(), SIZES, list),
+    "causal -inf": (attention(causal(S)), SIZES, list),
+    "causal finfo.min": (attention(added(S, CAUSAL), out_order=(0, 2, 1, 3)), SIZES, list),
+    "more queries than keys": (attention(causal(S)), [2, 4, 9, 5, 8, 8], list),
+    "more keys than queries": (attention(causal(S)), [2, 4, 5, 9, 8, 8], list),
+    "divided": (attention(apply("div", DOT, const(3.0))), SIZES, list),
+    "padding filled": (attention(where(padding(), S, const(-INF)), MASK), SIZES, lambda: [mask()]),
+    "padding added": (attention(added(S, padding()), MASK), SIZES, lambda: [mask()]),
+    "padding, then scaled": (attention(mul(const(0.25), added(DOT, padding())), MASK), SIZES, lambda: [mask()]),
+    "key bias by head": (attention(add(S, load(3, (B1, J), "float")), (("bias", "float64", 2),)), SIZES,
+                         lambda: [torch.randn(4, 9, dtype=torch.float64)]),
+    "one batch axis": (attention(causal(S), batch=("b",)), [3, 9, 9, 8, 8], list),
+    "no batch axis": (attention(causal(S), batch=()), [9, 9, 8, 8], list),
+    "three batch axes": (attention(causal(S), batch=("a", "b", "c")), [2, 3, 2, 9, 9, 8, 8], list),
+    "one query": (attention(), [2, 4, 1, 9, 8, 8], list),
+}
+
+NOT_PLAIN: dict[str, AttentionSpec] = {
+    "causal and padding": attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK),
+    "window": attention(where(window(3), S, const(-INF))),
+    "causal, bottom right": attention(where(le(J, add(I, const(1))), S, const(-INF))),
+    "small fill": attention(causal(S, -100.0)),
+    "small padding fill": attention(where(padding(), S, const(-100.0)), MASK),
+    "row bias": attention(add(S, load(3, (I,), "float")), (("bias", "float64", 1),)),
+    "scale by a tensor": attention(mul(load(3, (), "float"), DOT), (("scale", "float64", 0),)),
+    "score squared": attention(mul(DOT, DOT)),
+    "softcap": attention(apply("tanh", S)),
+    "dropout": attention(weight=DROPOUT),
+    "sinks": attention(extra_terms=(const(0.0),)),
+    "negative scale, which the kernel applies after its mask": attention(causal(apply("neg", S))),
+    "no scale": attention(causal(mul(const(0.0), DOT))),
+    "wider products": replace(attention(dtype="bfloat16"), pv_dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_attention_takes_the_fused_kernel_and_agrees(name: str) -> None:
+    random_seed()
+    spec, sizes, extra = PLAIN[name]
+    operands = data(spec, sizes, extra())
+    assert cpu.forward(spec, operands, sizes) is not None
+    agree(spec, operands, sizes)
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_the_fused_kernel_does_not_mean(name: str) -> None:
+    """A near-miss of each guard; where the operands are of float64 the operator is still right."""
+    random_seed()
+    spec = NOT_PLAIN[name]
+    assert cpu.plain(spec) is None
+    if spec.qk_dtype == "float64":
+        extra = [mask() if o.dtype == "bool" else torch.randn([9] * o.rank, dtype=torch.float64) for o in spec.operands[3:]]
+        agree(spec, data(spec, SIZES, extra), SIZES, SEED)
+
+
+def agree(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None = None) -> None:
+    """Result and gradients of the operator against the reference."""
+    ours, theirs = trainable(operands), trainable(operands)
+    out = attend(spec, ours, sizes, seed)
+    want = reference(spec, theirs, sizes, seed, dtype=torch.float64)
+    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-10, equal_nan=True)
+    grad = torch.randn_like(want)
+    pick = lambda tensors: [t for t in tensors if t.requires_grad]
+    for a, b in zip(torch.autograd.grad(out, pick(ours), grad), torch.autograd.grad(want, pick(theirs), grad, materialize_grads=True), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, equal_nan=True)
+
+
+def test_grouped_heads_take_the_fused_kernel() -> None:
+    random_seed()
+    spec = attention(causal(S), group=2)
+    operands = data(spec, SIZES, group=2)
+    assert cpu.forward(spec, operands, SIZES) is not None
+    agree(spec, operands, SIZES)
+
+
+def test_transposed_operands_take_the_fused_kernel() -> None:
+    """Also a key that lies in memory as [.., d, j], whose last dimension has no stride 1."""
+    random_seed()
+    spec = attention(causal(S))
+    query, key, value = data(spec, SIZES)
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    key = key.transpose(2, 3).contiguous().transpose(2, 3)
+    assert cpu.forward(spec, [query, key, value], SIZES) is not None
+    agree(spec, [query, key, value], SIZES)
+
+
+@pytest.mark.parametrize("fill", [-INF, FLOAT32_MIN, -1e9])
+def test_a_row_without_a_live_key_is_kept_from_the_fused_kernel(fill: float) -> None:
+    """It is uniform over all keys, or NaN; a single log-sum-exp beside -1e9 would make its weights add up to 9."""
+    random_seed()
+    spec = attention(where(padding(), S, const(fill)), MASK)
+    hidden = mask()
+    hidden[1] = False
+    operands = data(spec, SIZES, [hidden])
+    assert cpu.forward(spec, operands, SIZES) is None
+    agree(spec, operands, SIZES)
+
+
+@pytest.mark.parametrize("sizes", [[2, 4, 0, 5, 8, 8], [2, 4, 5, 0, 8, 8], [0, 4, 5, 5, 8, 8], [2, 4, 5, 5, 0, 8], [2, 4, 5, 5, 8, 3]])
+def test_lengths_that_the_fused_kernel_does_not_take(sizes: list[int]) -> None:
+    spec = attention()
+    operands = data(spec, sizes)
+    assert cpu.forward(spec, operands, sizes) is None
+    ours = trainable(operands)
+    out = attend(spec, ours, sizes)
+    torch.testing.assert_close(out, reference(spec, operands, sizes))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), ours))
+
+
+# ---- what PyTorch demands
+
+OPCHECKED: dict[str, tuple[AttentionSpec, Callable[[], Tensors], torch.Tensor | None]] = {
+    "plain": (attention(), list, None),
+    "causal, laid out (b, i, h, e)": (attention(added(S, CAUSAL), out_order=(0, 2, 1, 3)), list, None),
+    "padding": (attention(where(padding(), S, const(-1e9)), MASK), lambda: [mask()], None),
+    "causal and padding": (attention(where(apply("and", CAUSAL, padding()), S, const(-1e9)), MASK, out_order=(2, 0, 1, 3)), lambda: [mask()], None),
+    "dropout and bias": (attention(add(S, load(3, (I, J), "float")), (("bias", "float64", 2),), weight=DROPOUT),
+                         lambda: [torch.randn(9, 9, dtype=torch.float64)], SEED),
+}
+
+
+@pytest.mark.parametrize("name", OPCHECKED)
+def test_opcheck(name: str) -> None:
+    spec, extra, seed = OPCHECKED[name]
+    operands = data(spec, SIZES, extra())
+    torch.library.opcheck(torch.ops.attnfuse.attention.default, (trainable(operands), SIZES, seed, spec.to_json()))
+    out, stats = torch.ops.attnfuse.attention(operands, SIZES, seed, spec.to_json())
+    needs = [t.is_floating_point() for t in operands]
+    needs[1] = False
+    torch.library.opcheck(torch.ops.attnfuse.attention_backward.default,
+                          (out, operands, out, stats, SIZES, seed, spec.to_json(), needs))
+
+
+@pytest.mark.parametrize("name", ["causal and padding", "dropout and bias"])
+def test_gradcheck(name: str) -> None:
+    spec, extra, seed = OPCHECKED[name]
+    sizes = [1, 2, 5, 5, 3, 2]
+    given = [torch.ones(1, 5, dtype=torch.bool)] if name == "causal and padding" else [torch.randn(5, 5, dtype=torch.float64)]
+    operands = trainable(data(spec, sizes, given))
+    assert torch.autograd.gradcheck(lambda *t: attend(spec, t, sizes, seed), operands)
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    spec = attention(causal(S))
+    for n in range(3):
+        operands = data(spec, SIZES)
+        operands[n].requires_grad_()
+        attend(spec, operands, SIZES).sum().backward()
+        assert [t.grad is not None for t in operands] == [m == n for m in range(3)]
+
+
+def test_second_derivative_is_one_clear_error() -> None:
+    spec = attention()
+    operands = trainable(data(spec, SIZES))
+    (grad,) = torch.autograd.grad(attend(spec, operands, SIZES).square().sum(), operands[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative; take it through the original model"):
+        grad.sum().backward()
+
+
+def test_autocast_does_not_reach_the_products() -> None:
+    """The spec's dtypes are the ones that the chain had; autocast was already taken into account when it was found."""
+    for spec in (attention(dtype="float32"), attention(where(window(3), S, const(-INF)), dtype="float32")):
+        operands = trainable(data(spec, SIZES))
+        want = attend(spec, operands, SIZES)
+        grads = torch.autograd.grad(want.sum(), operands)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attend(spec, operands, SIZES)
+            assert torch.equal(out, want)
+            assert all(map(torch.equal, torch.autograd.grad(out.sum(), operands), grads))
+
+
+def test_vmap_is_one_call_a_sample() -> None:
+    random_seed()
+    spec = attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK)
+    query, key, value = data(spec, SIZES)
+    queries, masks = torch.randn(3, *query.shape, dtype=torch.float64), torch.stack([mask() for _ in range(3)], 1)
+    one = lambda q, m: attend(spec, [q, key, value, m], SIZES)
+    torch.testing.assert_close(torch.vmap(one, in_dims=(0, 1))(queries, masks),
+                               torch.stack([one(q, m) for q, m in zip(queries, masks.unbind(1), strict=True)]), equal_nan=True)
+
+
+def test_flops() -> None:
+    spec = attention(causal(S), dtype="float32")
+    sizes = [2, 4, 16, 32, 8, 4]
+    with FlopCounterMode(display=False) as counter:
+        attend(spec, trainable(data(spec, sizes)), sizes).sum().backward()
+    pairs = 2 * 4 * 16 * 32
+    assert counter.get_total_flops() == 2 * pairs * (8 + 4) + 2 * pairs * (3 * 8 + 2 * 4)
+
+
+def test_fake_on_sizes_that_are_not_known() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    spec = attention(causal(S), out_order=(0, 2, 1, 3), dtype="float32")
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        n = shapes.create_unbacked_symint()
+        operands = [torch.empty(2, 4, n, 8) for _ in range(3)]
+        out, stats = torch.ops.attnfuse.attention(operands, [2, 4, n, n, 8, 8], None, spec.to_json())
+        assert out.shape == (2, 4, n, 8) and out.stride(1) == 8 and stats.shape == (2, 4, n, 2)
+
+
+# ---- compilers
+
+BOTH = where(apply("and", CAUSAL, padding()), S, const(FLOAT32_MIN))
+DROPPING = attention(BOTH, MASK, dtype="float32", weight=DROPOUT, out_order=(0, 2, 1, 3)).to_json()
+FUSED = attention(causal(S), dtype="float32", out_order=(0, 2, 1, 3)).to_json()
+
+
+def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    """An attention as it stands in a rewritten graph, between other operations; with a mask it also drops weights."""
+    batch, heads, queries, depth = query.shape
+    sizes = [batch, heads, queries, key.shape[2], depth, depth]
+    if hidden is None:
+        out = attend(FUSED, [query * 2.0, key, value], sizes)
+    else:
+        out = attend(DROPPING, [query * 2.0, key, value, hidden], sizes, torch.randint(0, 2 ** 62, (1,)))
+    return out.transpose(1, 2).reshape(batch, queries, heads * depth) + 1.0
+
+
+def train(function: Callable[..., torch.Tensor], inputs: Tensors, *rest: torch.Tensor) -> Tensors:
+    """The result and the gradients, from a fixed random state."""
+    leaves = trainable(inputs)
+    torch.manual_seed(3)
+    out = function(*leaves, *rest)
+    out.square().sum().backward()
+    return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
+
+
+def inputs_of(length: int) -> Tensors:
+    return [torch.randn(2, 4, length, 8) for _ in range(3)]
+
+
+def same(got: Tensors, want: Tensors) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(backend: str, dynamic: bool) -> None:
+    random_seed()
+    compiled = torch.compile(layer, backend=backend, dynamic=dynamic, fullgraph=True)
+    for length in (9, 13, 17):
+        inputs = inputs_of(length)
+        same(train(compiled, inputs), train(layer, inputs))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*inputs), layer(*inputs))
+    with torch.inference_mode():
+        inputs = inputs_of(13)
+        torch.testing.assert_close(compiled(*inputs), layer(*inputs))
+
+
+def test_a_length_that_is_marked_dynamic_is_not_compiled_again() -> None:
+    torch._dynamo.config.error_on_recompile, before = True, torch._dynamo.config.error_on_recompile
+    try:
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for length in (9, 13, 65):
+            inputs = trainable(inputs_of(length))
+            for t in inputs:
+                torch._dynamo.mark_dynamic(t, 2)
+            same([compiled(*inputs).detach()], [layer(*inputs).detach()])
+    finally:
+        torch._dynamo.config.error_on_recompile = before
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout_in_a_compiled_graph_follows_the_random_state(backend: str) -> None:
+    """And the backward pass drops what the forward pass dropped."""
+    random_seed()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    inputs, hidden = inputs_of(9), mask()
+    first, again = train(compiled, inputs, hidden), train(compiled, inputs, hidden)
+    assert all(map(torch.equal, first, again))
+    torch.manual_seed(4)
+    assert not torch.equal(compiled(*inputs, hidden), first[0])
+    consistent(compiled, inputs, hidden)
+
+
+def consistent(function: Callable[..., torch.Tensor], inputs: Tensors, hidden: torch.Tensor) -> None:
+    """The result is linear in the value, so ⟨gradient, value⟩ = Σ result if backward saw the weights that forward saw."""
+    value = inputs[2].clone().requires_grad_()
+    out = function(inputs[0], inputs[1], value, hidden) - 1.0
+    out.sum().backward()
+    assert value.grad is not None
+    torch.testing.assert_close((value.grad * value).sum(), out.sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_checkpointing_keeps_the_dropout(backend: str | None, reentrant: bool) -> None:
+    random_seed()
+    function = lambda *args: checkpoint(layer, *args, use_reentrant=reentrant)
+    inputs, hidden = inputs_of(9), mask()
+    if backend is None:
+        same(train(function, inputs, hidden), train(layer, inputs, hidden))
+    consistent(torch.compile(function, backend=backend) if backend else function, inputs, hidden)
+
+
+def test_gradients_are_ordinary_tensors() -> None:
+    spec = attention(where(window(3), S, const(-INF)))
+    operands = trainable(data(spec, SIZES))
+    attend(spec, operands, SIZES).sum().backward()
+    attend(spec, operands, SIZES).sum().backward()       # adds up
+    for t in operands:
+        assert t.grad is not None and torch.equal(copy.deepcopy(t.grad), t.grad) and t.grad.is_contiguous()
+
+
+# ---- who computes
+
+def test_forced_executors() -> None:
+    random_seed()
+    spec = attention(causal(S))
+    operands = data(spec, SIZES)
+    results: dict[Any, Tensors] = {}
+    for name in ("auto", "reference", "walker"):
+        with ops.force_executor(name):  # type: ignore[arg-type]
+            out, stats = torch.ops.attnfuse.attention(operands, SIZES, None, spec.to_json())
+            results[name] = [out, stats.sum(-1), *walker.backward(spec, out, operands, out, stats, SIZES, None, [True] * 3)]  # type: ignore[list-item]
+    for name in ("reference", "walker"):
+        for a, b in zip(results[name], results["auto"], strict=True):
+            torch.testing.assert_close(a, b)
+    assert results["auto"][1].shape == (2, 4, 9) and ops._forced == "auto"
+    with pytest.raises(ValueError, match="no executor 'fastest'"), ops.force_executor("fastest"):  # type: ignore[arg-type]
+        pass
+
+
+def test_a_reason_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_said", set())
+    with pytest.warns(UserWarning, match="tiled loop in PyTorch: float64"):
+        ops._say_once("float64")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops._say_once("float64")
+
+
+def test_without_generated_kernels_there_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they can't be imported, and where the kernel of this attention is not supported."""
+    monkeypatch.setattr(ops, "_said", set())
+
+    def missing(name: str) -> Any:
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(ops.importlib, "import_module", missing)
+    with pytest.warns(UserWarning, match="not available"):
+        assert ops._generated(attention(), [], [], None) is None
+
+    class Launch:
+        class Unsupported(Exception):
+            pass
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            raise Launch.Unsupported("float64 products")
+
+    monkeypatch.setattr(ops.importlib, "import_module", lambda name: Launch)
+    with pytest.warns(UserWarning, match="float64 products"):
+        assert ops._generated(attention(), [], [], None) is None
+
+
+def test_statistics_of_the_fused_kernel_serve_every_backward() -> None:
+    """(log-sum-exp, 0) is a pair whose sum is what the walker's is."""
+    random_seed()
+    spec = attention(causal(S))
+    operands = data(spec, SIZES)
+    out, stats = cpu.forward(spec, operands, SIZES) or (torch.empty(0), torch.empty(0))
+    assert math.isclose(float(stats[..., 1].abs().max()), 0.0)
+    fused = cpu.backward(spec, out, operands, out, stats, SIZES, [True] * 3)
+    walked = walker.backward(spec, out, operands, out, stats, SIZES, None, [True] * 3)
+    assert fused is not None
+    for a, b in zip(fused, walked, strict=True):
+        torch.testing.assert_close(a, b)
+    _, pair = walker.forward(spec, operands, SIZES)
+    torch.testing.assert_close(pair.sum(-1), stats.sum(-1))
+    assert cpu.backward(spec, out, operands, out, pair, SIZES, [True] * 3) is None
