@@ -20,7 +20,8 @@ _LAZY = {"explain": "api", "last_report": "api", "optimize": "api", "rewrite": "
          "Report": "report", "Site": "report", "AttentionSpec": "spec"}
 """Public names and their modules; torch is imported with the first of them that is used."""
 
-__all__ = ["Settings", "settings", "__version__", *_LAZY]
+__all__ = ["AttentionSpec", "Reason", "Refusal", "Report", "Settings", "Site", "__version__", "explain", "last_report", "optimize",
+           "rewrite", "settings"]
 
 
 def __getattr__(name: str) -> object:

@@ -12,7 +12,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -69,7 +69,8 @@ def entry(model: nn.Module) -> Callable[..., Any]:
     Dynamo passes over the frames of torch.nn itself, so `nn.Module.compile` of an `nn.TransformerEncoder` or `nn.Sequential`
     captures nothing. For those the call gets a frame of ours around it. (``type(model)``: a deep copy is not filled yet.)
     """
-    if not torch._dynamo.trace_rules.check(type(model).forward):
+    from torch._dynamo import trace_rules
+    if not trace_rules.check(type(model).forward):
         return model._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ def optimize(model: Model, *, inner: Inner = "inductor", mode: str | None = None
     mark = _mark(model)
     if mark is None or mark.backend is not backend or mark.fullgraph != fullgraph:
         Mark(model, backend, fullgraph).arm()
-    return model
+    return cast(Model, model)
 
 
 def _mark(model: Any) -> Mark | None:
@@ -166,8 +167,10 @@ def _stop(*args: Any) -> Any:
 
 def _compile(call: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile whose entries don't count towards the recompilations of the user's own compiled code."""
-    isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # torch 2.13 has it, 2.11 does not
-    return torch.compile(call, backend=backend, **({"isolate_recompiles": True} if isolate else {}))
+    options: dict[str, Any] = {"backend": backend}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch 2.13 has it, 2.11 does not
+        options["isolate_recompiles"] = True
+    return torch.compile(call, **options)
 
 
 @contextmanager

@@ -106,7 +106,8 @@ def build(tokens: int, layers: int = 12) -> tuple[nn.Module, str]:
     except ImportError:
         model: nn.Module = PlainGPT(tokens, layers)
         return model.eval(), f"GPT-2 small written in plain PyTorch ({layers} layers, random weights)"
-    config = GPT2Config(n_positions=tokens, n_layer=layers, attn_implementation="eager")
+    config = GPT2Config(n_positions=tokens, n_layer=layers)
+    config._attn_implementation = "eager"
     return LastLogits(GPT2LMHeadModel(config)).eval(), f"GPT-2 small of transformers, eager attention ({layers} layers, random weights)"
 
 

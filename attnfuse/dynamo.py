@@ -13,7 +13,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
@@ -22,7 +22,8 @@ from .report import Report, dump, merge
 from .settings import NAMES, Settings, resolve
 
 Compiled = Callable[..., Any]
-Inner = str | Callable[[GraphModule, Sequence[Any]], Compiled]
+Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
+Inner = str | Compiler
 """The compiler that comes next: ``"inductor"``, ``"eager"``, or a function of a graph and its example inputs."""
 
 NAME = "attnfuse"
@@ -89,14 +90,14 @@ class Backend:
         """What happened to all graphs compiled so far."""
         return merge(self.reports)
 
-    def _compiler(self) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
+    def _compiler(self) -> Compiler:
         if not isinstance(self.inner, str):
             return self.inner
         if self.inner == "inductor":
             return inductor(self.mode, self.options, self.dynamic)
         from torch._dynamo.backends.registry import lookup_backend
         # Plain "eager" gives wrong gradients for dropout under activation checkpointing.
-        return lookup_backend("aot_eager")
+        return cast(Compiler, lookup_backend("aot_eager"))
 
 
 def make(settings: Settings, inner: Inner = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None,
@@ -139,9 +140,9 @@ def check_inductor(mode: str | None, options: Mapping[str, Any]) -> None:
                              "and inductor those of torch._inductor.list_options()")
 
 
-def inductor(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
+def inductor(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> Compiler:
     """Inductor with a mode and options, as ``torch.compile(backend="inductor")`` builds it."""
-    return torch._TorchCompileInductorWrapper(mode, dict(options), dynamic)  # type: ignore[return-value]
+    return cast(Compiler, torch._TorchCompileInductorWrapper(mode, dict(options), dynamic))
 
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None,

@@ -437,3 +437,10 @@ def test_demo_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("InvalidCxxCompiler: none")))
     assert demo.usable_inner(lines.append) == "eager" and "no C++ compiler" in lines[0]
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(attnfuse.__all__) == {"Settings", "settings", "__version__", *attnfuse._LAZY} <= set(dir(attnfuse))
+    assert all(getattr(attnfuse, name) is not None for name in attnfuse.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'optimise'"):
+        attnfuse.optimise  # noqa: B018
