@@ -469,8 +469,13 @@ def _abs(alg: Algebra, n: Expr) -> Expr | None:
     return None
 
 
+def _exp(_: Algebra, n: Expr) -> Expr | None:
+    inner = n.args[0]
+    return inner.args[0] if inner.op == "log" and inner.args[0].op == "weight" else None     # a weight is never negative
+
+
 _RULES: dict[str, Callable[[Algebra, Expr], Expr | None]] = {
-    "add": _add, "sub": _sub, "mul": _mul, "div": _div, "where": _where, "and": _and, "or": _or, "xor": _xor, "not": _not,
+    "exp": _exp, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "where": _where, "and": _and, "or": _or, "xor": _xor, "not": _not,
     "eq": _eq, "ne": _ne, "le": Algebra.compare, "lt": _lt, "gt": _gt, "ge": _ge, "float": _cast, "int": _cast, "bool": _cast,
     "min": _minmax, "max": _minmax, "abs": _abs,
 }

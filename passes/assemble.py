@@ -19,14 +19,15 @@ from ..refusal import Reason, Refused
 from ..settings import Settings
 from ..spec import Access, AttentionSpec, Operand
 from . import nodes
-from .lift import SOFTMAXES, Index, Level, Lift, NoRule, Softmax
+from .lift import SOFTMAXES, Level, Lift, NoRule, Softmax
+from .manual import bound, softmax_by_hand
 from .pointwise import as_kind
 from .region import Region
 from .trace import Value, aten
 from .views import VIEWS
 
 _PRODUCTS = frozenset({aten.bmm.default, aten.mm.default})
-_MAXIMA = frozenset({aten.amax.default, aten.max.dim})
+_EXPONENTIALS = frozenset({aten.exp.default})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _MOST_EXTRA_TERMS = 16
 
@@ -52,7 +53,7 @@ class _Parts:
     lift: Lift
     weight: Expr
     score: Expr
-    softmax: Softmax
+    softmax: Softmax | None                # None: written by hand
     extra: tuple[Expr, ...]
     values: list[Level]
     product: Value
@@ -96,6 +97,8 @@ def _pull(lift: Lift, out: Value, settings: Settings) -> _Parts:
     lift.algebra.lengths["j"] = left.shape[-1]
     sides = [(left, (*batch, row, axis("j"))), (right, (*batch, axis("j"), column))]
     carrying = [_reaches(s, SOFTMAXES) for s, _ in sides]
+    if not any(carrying):
+        carrying = [_reaches(s, _EXPONENTIALS) for s, _ in sides]
     if carrying.count(True) != 1:
         raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "weights on both sides" if all(carrying) else "no weights on either side")
     weights, other = sides if carrying[0] else sides[::-1]
@@ -106,9 +109,13 @@ def _pull(lift: Lift, out: Value, settings: Settings) -> _Parts:
         # A value width of one leaves no trace in the index: it is the product's own last (or last but one) dimension.
         e = axis(f"x{len(out.shape) - (1 if carrying[0] else 2)}")
     weight = lift.simplify(lift.at(*weights))
-    if lift.found is None or "weight" not in depends(weight):
-        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "the weights could not be read through")
-    score, extra = _scores(lift, lift.found)
+    if lift.found is not None and "weight" in depends(weight):
+        score, extra = _scores(lift, lift.found)
+    else:
+        by_hand = softmax_by_hand(lift, weight)
+        if by_hand is None:
+            raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "the weights could not be read through, or are no softmax")
+        (weight, score), extra = by_hand, ()
     return _Parts(lift, weight, score, lift.found, extra, lift.levels(*other, depth=str(e.attr)), value, str(e.attr))
 
 
@@ -227,6 +234,8 @@ class _Spec:
             dot = p.lift.simplify(apply("mul", level.factor, dot))
         score = p.lift.simplify(substitute(p.score, {Expr("dot", attr=self.main): dot}))
         weight = p.lift.simplify(apply("mul", v.factor, p.weight))
+        if bound(score) or bound(weight):
+            raise Refused(Reason.ROW_DEPENDENT, "", "lift", "a sum or maximum over the row")
         if any(x.op == "dot" and x.attr is not None for x in walk(score)):
             raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "more than one product in the score")
         if "keep" in depends(score):
@@ -237,15 +246,12 @@ class _Spec:
         return self._named(q, k, v, score, weight)
 
     def _drop_row_maximum(self) -> None:
-        """softmax(s - max(s)) = softmax(s): a maximum of the row itself, subtracted from every column, changes nothing."""
+        """softmax(s - max(s)) = softmax(s): a maximum over the row's own scores, subtracted from every column, changes nothing."""
         p = self.parts
-        chain = {p.lift.dots[self.main][0].number}
-        while p.score.op == "sub":
-            c = p.score.args[1]
-            made = p.lift.values.get(int(c.attr)) if c.op == "load" else None  # type: ignore[arg-type]
-            if made is None or "j" in depends(c) or made.call is None or made.call.target not in _MAXIMA or not _made_from(made, chain):
-                return
-            if any(x.op != "sub" or x.args[1] != c for x in p.extra):
+        while p.score.op == "sub" and p.score.args[1].op == "maximum":
+            most = p.score.args[1]
+            own = {p.lift.dots[int(x.attr)][0].number for x in walk(most) if x.op == "dot"}  # type: ignore[arg-type]
+            if own != {p.lift.dots[self.main][0].number} or any(x.op != "sub" or x.args[1] != most for x in p.extra):
                 return
             p.score, p.extra = p.score.args[0], tuple(x.args[0] for x in p.extra)
 
@@ -315,7 +321,7 @@ class _Spec:
             operands=tuple(Operand(name, str(wide(n)).removeprefix("torch."), len(t.shape)) for n, (name, t) in enumerate(zip(_labels(tensors, (q, k, v)), tensors, strict=True))),
             query=access(q), key=access(k), value=access(v), score=done(score), weight=done(weight),
             extra_terms=tuple(done(as_kind(x, "float")) for x in self.parts.extra),
-            empty_rows="zero" if self.parts.softmax.call.target is aten._safe_softmax.default or self.settings.fully_masked_rows == "zero" else "nan",
+            empty_rows="zero" if (self.parts.softmax and self.parts.softmax.call.target is aten._safe_softmax.default) or self.settings.fully_masked_rows == "zero" else "nan",
             qk_dtype=str(product).removeprefix("torch."), pv_dtype=str(self.parts.product.dtype).removeprefix("torch."),
             out_dtype=str(self.out.dtype).removeprefix("torch."), scalars=tuple(scalars.values()),
             out_order=self._layout(final, rank))
@@ -334,7 +340,7 @@ class _Spec:
         devices = {t.device for t in tensors}
         if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             raise Refused(Reason.DEVICE, "", "lift", ", ".join(sorted(map(str, devices))))
-        chain = {self.parts.lift.dots[self.main][0].number, self.parts.softmax.value.number}
+        chain = {self.parts.lift.dots[self.main][0].number}
         for t in tensors:
             if _made_from(t, chain):
                 raise Refused(Reason.ROW_DEPENDENT, _first(t), "lift", "an operand is computed from the scores")

@@ -31,12 +31,19 @@ class Candidate:
 def find(gm: GraphModule) -> list[Candidate]:
     """All candidates of one graph, in graph order."""
     out: list[Candidate] = []
+    by_hand: list[Candidate] = []
     for node in gm.graph.nodes:
         called = nodes.name(node)
         if called in nodes.SDPA:
             out.append(Candidate(node, node, frozenset({node})))
         elif called in nodes.SOFTMAX:
             out.extend(_follow(node))
+        elif called in ("exp", "exp_"):
+            # A softmax written by hand, if its weights reach a product; an exponential on its own is no candidate.
+            by_hand.extend(c for c in _follow(node) if c.product is not None)
+    for c in by_hand:
+        if all(c.product is not known.product for known in out):
+            out.append(c)
     return out
 
 

@@ -100,7 +100,7 @@ class Record(TorchDispatchMode):
 
 _NOT_RECORDED = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default, aten.is_pinned.default}
 # Kept whole although PyTorch could take them apart: the lifting rules know them by their meaning.
-_WHOLE = (aten.native_dropout.default, aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default, aten.baddbmm.default)
+_WHOLE = (aten.native_dropout.default, aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default, aten.baddbmm.default, aten.logsumexp.default)
 _table: dict[Any, Callable[..., Any]] = {}
 
 

@@ -262,6 +262,43 @@ def softmax_in_float(q, k, v):
     return F.softmax(q @ t(k), dim=-1, dtype=torch.float32).to(q.dtype) @ v
 
 
+@case("s")
+def log_softmax_exponentiated(q, k, v):
+    return F.log_softmax(q @ t(k), -1).exp() @ v
+
+
+@case("s / 4")
+def by_hand(q, k, v):
+    s = q @ t(k) / 4.0
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@case("where(j <= i, s, -inf)", square)
+def by_hand_with_max_and_mask(q, k, v):
+    s = (q @ t(k)).masked_fill(torch.ones(LK, LK, dtype=torch.bool).triu(1), -math.inf)
+    e = torch.exp(s - s.max(dim=-1, keepdim=True).values)
+    return torch.matmul(e / e.sum(dim=-1, keepdim=True), v)
+
+
+@case("0.25 * s")
+def by_hand_without_maximum(q, k, v):
+    e = torch.exp(q @ t(k) * 0.25)
+    return (e / e.sum(-1)[..., None]) @ v
+
+
+@case("0.25 * s")
+def by_hand_logsumexp(q, k, v):
+    s = q @ t(k) * 0.25
+    return torch.exp(s - s.logsumexp(-1, keepdim=True)) @ v
+
+
+@case("s")
+def maximum_subtracted_before(q, k, v):
+    s = q @ t(k)
+    return (s - s.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
 @case("s", plus(qkv, lambda g: torch.rand(H, generator=g)), weight="p * gate[b1]")
 def head_gate(q, k, v, gate):
     return ((q @ t(k)).softmax(-1) * gate[:, None, None]) @ v
@@ -325,6 +362,30 @@ def softmax_over_queries(q, k, v):
 @case(reason=Reason.SOFTMAX_AXIS)
 def softmax_over_heads(q, k, v):
     return (q @ t(k)).softmax(1) @ v
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def normalised_by_another_sum(q, k, v):
+    """exponentials over the sum of other exponentials are no softmax"""
+    s = q @ t(k)
+    return (s.exp() / (s * 0.5).exp().sum(-1, keepdim=True)) @ v
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def normalised_over_queries_by_hand(q, k, v):
+    e = (q @ t(k)).exp()
+    return (e / e.sum(-2, keepdim=True)) @ v
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def not_normalised(q, k, v):
+    return (q @ t(k)).exp() @ v
+
+
+@case(reason=Reason.ROW_DEPENDENT)
+def mean_subtracted_and_scaled(q, k, v):
+    s = q @ t(k)
+    return (s / s.sum(-1, keepdim=True)).softmax(-1) @ v
 
 
 @case(reason=Reason.WEIGHTS_USED)

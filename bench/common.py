@@ -1,0 +1,72 @@
+"""What the benchmarks share: timing, memory, the header that says on what it ran, and CSV rows with the peers of the same run."""
+from __future__ import annotations
+
+import csv
+import math
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+
+
+def header() -> str:
+    """The card and the versions; a CPU is named by its number of cores alone."""
+    import triton
+    on = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return f"{on}; torch {torch.__version__}, triton {triton.__version__}, python {platform.python_version()}"
+
+
+def milliseconds(fn: Callable[[], Any], repeat_ms: int = 200) -> float:
+    """Median time of a call on the GPU."""
+    from triton.testing import do_bench
+    return float(do_bench(fn, warmup=50, rep=repeat_ms, return_mode="median"))
+
+
+def extra_memory(fn: Callable[[], Any]) -> float:
+    """Peak memory that a call takes beyond what is there before it, MiB."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = fn()
+    torch.cuda.synchronize()
+    del out
+    return (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+
+
+def peer(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], torch.Tensor]:
+    """PyTorch's fused attention with one backend forced."""
+    def call() -> torch.Tensor:
+        with sdpa_kernel(PEERS[name]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return call
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """‖out - exact‖ / ‖exact‖ in float64; infinite where anything is NaN."""
+    error = ((out.double() - exact).norm() / exact.norm()).item()
+    return error if error == error else math.inf
+
+
+def forward_flops(batch: int, heads: int, length: int, width: int, causal: bool) -> float:
+    """4·B·H·T²·D, half of it where the mask is causal."""
+    return 4.0 * batch * heads * length ** 2 * width * (0.5 if causal else 1.0)
+
+
+def save(name: str, rows: Sequence[dict[str, Any]], folder: Path | None = None) -> None:
+    """Write rows as CSV, the header line as a comment first."""
+    target = (folder or RESULTS) / f"{name}.csv"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(k for r in rows for k in r))
+    with open(target, "w", newline="") as f:
+        f.write(f"# {header()}\n")
+        writer = csv.DictWriter(f, columns)
+        writer.writeheader()
+        writer.writerows(rows)
