@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import cpu, walker
@@ -41,6 +42,16 @@ _library.define("attention_backward(Tensor grad_out, Tensor[] operands, Tensor o
 
 SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; take it through the original model, which attnfuse did not "
                      "rewrite (call it eagerly, or compile it with backend=\"inductor\")")
+
+
+FORWARD_MODE = ("attnfuse: a fused attention has no forward-mode derivative (jvp); take it through the original model, which attnfuse did "
+                "not rewrite")
+
+
+def _refuse_forward_mode() -> None:
+    """An operator without a rule would drop the tangents in silence: refuse every call inside a level of forward-mode AD."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(FORWARD_MODE)
 
 
 # ---- who computes
@@ -115,6 +126,7 @@ def _without_autocast(device: torch.device) -> Any:
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> Result:
+    _refuse_forward_mode()
     parsed = AttentionSpec.from_json(spec)
     with torch.no_grad(), _without_autocast(operands[parsed.query.operand].device):
         return _forward(parsed, operands, sizes, seed)
@@ -137,6 +149,7 @@ def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor]
 
 @torch.library.register_fake("attnfuse::attention", lib=_library)
 def _fake(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> Result:
+    _refuse_forward_mode()
     parsed = AttentionSpec.from_json(spec)
     out = allocate_out(parsed, sizes, operands[parsed.query.operand])
     return out, out.new_empty([*out.shape[:-1], 2], dtype=parsed.compute_dtype)

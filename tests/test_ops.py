@@ -201,6 +201,15 @@ def test_second_derivative_is_one_clear_error() -> None:
         grad.sum().backward()
 
 
+def test_forward_mode_is_an_error_and_not_a_missing_tangent() -> None:
+    spec = attention()
+    query, key, value = data(spec, SIZES)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: attend(spec, [q, key, value], SIZES), (query,), (query,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        attend(spec, [torch.autograd.forward_ad.make_dual(query, query), key, value], SIZES)
+
+
 def test_autocast_does_not_reach_the_products() -> None:
     """The spec's dtypes are the ones that the chain had; autocast was already taken into account when it was found."""
     for spec in (attention(dtype="float32"), attention(where(window(3), S, const(-INF)), dtype="float32")):
