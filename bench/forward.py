@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import attnfuse  # noqa: F401  (makes the backend known by name)
 from bench.common import PEERS, extra_memory, forward_flops, header, milliseconds, peer, relative_error, save
 
 
