@@ -52,7 +52,7 @@ class Ranges:
 
     Attributes:
         bounds: all of them hold wherever a score is alive.
-        inside: the score program where all bounds hold.
+        inside: the score program where all bounds hold; it keeps a predicate that says more than its bounds do.
         masked_below: a running maximum at or below this means that the row saw no live key; -inf where all fills are.
         speculative: some fill is finite, so a row without a live key must visit every key.
     """
@@ -73,14 +73,17 @@ def analyse(spec: AttentionSpec) -> Ranges:
     fills: list[float] = []
     for atom in _comparisons(score):
         for truth in (True, False):
-            found = _bounds(atom if truth else simplify(apply("not", atom)))
+            predicate = atom if truth else simplify(apply("not", atom))
+            exact = _bounds(predicate)
+            found = exact or _same_block(predicate)
             if not found:
                 continue
             fill = interval(score, _assume(atom, not truth), round_constant=rounding)[1]
             if fill > DEAD:
                 continue
             bounds.extend(b for b in found if b not in bounds)
-            holds[atom] = TRUE if truth else FALSE
+            if exact:
+                holds[atom] = TRUE if truth else FALSE
             fills.append(fill)
     finite = [f for f in fills if f > -INF]
     inside = simplify(substitute(score, holds)) if holds else score
@@ -95,9 +98,9 @@ def _float32(value: float) -> float:
 
 
 def _comparisons(score: Expr) -> Iterator[Expr]:
-    """Comparisons of integers that read no tensor."""
+    """Comparisons of integers that say something about the key."""
     for node in walk(score):
-        if node.op in ("le", "eq") and node.args[0].kind == node.args[1].kind == "int" and "j" in depends(node) and not loads(node):
+        if node.op in ("le", "eq") and node.args[0].kind == node.args[1].kind == "int" and "j" in depends(node):
             yield node
 
 
@@ -117,6 +120,18 @@ def _bounds(predicate: Expr) -> list[Bound]:
         gaps = None if back is None else gaps + back
     found = [_bound(gap) for gap in gaps or []]
     return [] if any(x is None for x in found) else [x for x in found if x is not None]
+
+
+def _same_block(predicate: Expr) -> list[Bound]:
+    """Bounds that follow from i // n == j // n, chunked attention, without being equivalent to it: |i - j| <= n - 1."""
+    if predicate.op != "eq" or any(a.op != "floordiv" or a.args[1].op != "const" for a in predicate.args):
+        return []
+    (a, n), (b, m) = (x.args for x in predicate.args)
+    if n != m or n.value < 1:
+        return []
+    gaps = [simplify(apply("add", apply("sub", *pair), const(n.value - 1))) for pair in ((a, b), (b, a))]
+    found = [_bound(gap) for gap in gaps]
+    return [x for x in found if x is not None] if None not in found else []
 
 
 def _linear_gaps(gap: Expr) -> list[Expr] | None:

@@ -46,6 +46,9 @@ BOUNDED: dict[str, tuple[Expr, tuple[tuple[str, str, int], ...], list[str], bool
     "softcap before": (causal(mul(const(5.0), apply("tanh", S))), (), ["j <= i"], False),
     "by minimum": (apply("min", S, where(CAUSAL, const(INF), const(-INF))), (), ["j <= i"], False),
     "a window that grows by head": (where(le(GAP, add(B1, const(1))), S, const(-INF)), (), ["j >= i - b1 - 1"], False),
+    "both of two, by minimum": (where(le(J, apply("min", I, const(5))), S, const(-INF)), (), ["j <= i", "j <= 5"], False),
+    "chunks": (where(both(CAUSAL, apply("eq", apply("floordiv", I, const(4)), apply("floordiv", J, const(4)))), S, const(-INF)), (),
+               ["j <= i", "j >= i - 3", "j <= i + 3"], False),
     "with a bias": (added(add(S, load(3, (B1, I, J), "float")), CAUSAL), (("bias", "float64", 3),), ["j <= i"], True),
 }
 
@@ -64,6 +67,12 @@ UNBOUNDED: dict[str, tuple[Expr, tuple[tuple[str, str, int], ...]]] = {
     "read bound": (where(le(J, load(3, (B0,), "int")), S, const(-INF)), LENGTHS),
     "rows only": (where(le(I, const(5)), S, const(-INF)), ()),
     "two steps a key": (where(le(mul(const(2), J), I), S, const(-INF)), ()),
+    "every second key": (where(le(mul(const(2), J), const(7)), S, const(-INF)), ()),
+    "either of two, by maximum": (where(le(J, apply("max", I, const(5))), S, const(-INF)), ()),
+    "a bias of any size": (add(causal(S, -1e9), mul(const(100.0), load(3, (B0, J), "float"))), (("bias", "float64", 2),)),
+    "blocks of two sizes": (where(apply("eq", apply("floordiv", I, const(4)), apply("floordiv", J, const(8))), S, const(-INF)), ()),
+    "blocks of documents": (where(apply("eq", apply("floordiv", load(3, (B0,), "int"), const(4)), apply("floordiv", J, const(4))), S,
+                                  const(-INF)), LENGTHS),
     "anti-diagonal": (where(le(add(I, J), const(9)), S, const(-INF)), ()),
     "both branches alive": (where(CAUSAL, S, mul(const(2.0), S)), ()),
     "xor": (where(apply("xor", CAUSAL, padding()), S, const(-INF)), MASK),

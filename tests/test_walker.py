@@ -63,6 +63,8 @@ CASES: dict[str, tuple[AttentionSpec, Extra]] = {
     "empty rows zero": (attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK, empty_rows="zero"), left_padding),
     "window": (attention(where(window(9), S, const(-INF))), list),
     "window of a head": (attention(where(le(apply("sub", I, J), add(B1, const(1))), S, const(-1e9))), list),
+    "chunks": (attention(where(apply("and", CAUSAL, apply("eq", apply("floordiv", I, const(8)), apply("floordiv", J, const(8)))), S,
+                               const(-INF))), list),
     "future only": (attention(where(CAUSAL, const(-INF), S), empty_rows="zero"), list),
     "no key at all": (attention(where(le(J, const(-1)), S, const(-INF))), list),
     "no key at all, finite": (attention(where(le(J, const(-1)), S, const(-1e9))), list),
