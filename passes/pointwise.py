@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..program import FALSE, TRUE, Expr, apply, axis, const, depends, where
+from ..program import FALSE, TRUE, Expr, apply, axis, const, depends, loads, where
 from .trace import Call, Value, aten, length, number
 
 if TYPE_CHECKING:
@@ -227,8 +227,8 @@ def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
         inside = lift.simplify(apply("lt", index[dim], end))
         if inside == FALSE:
             continue
-        at = _clamped(lift, apply("sub", index[dim], start), t.shape[dim])
-        piece = as_kind(lift.at(t, (*index[:dim], at, *index[dim + 1:])), value.kind)
+        at = lift.simplify(apply("sub", index[dim], start))
+        piece = as_kind(_inside(lift, t, (*index[:dim], at, *index[dim + 1:])), value.kind)
         out = piece if out is None else where(inside, piece, out)
     if out is None:
         raise lift.no_rule("an index outside of a concatenation")
@@ -248,8 +248,7 @@ def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     inside = lift.simplify(inside)
     if inside == FALSE:
         return as_kind(number(fill), value.kind)
-    safe = tuple(_clamped(lift, x, s) for x, s in zip(at, source.shape, strict=True))
-    return where(inside, as_kind(lift.at(source, safe), value.kind), as_kind(number(fill), value.kind))
+    return where(inside, as_kind(_inside(lift, source, tuple(at)), value.kind), as_kind(number(fill), value.kind))
 
 
 @rule(aten.slice_scatter.default)
@@ -262,8 +261,7 @@ def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     begin = lift.simplify(where(apply("lt", begin, const(0)), apply("add", begin, base.shape[dim]), begin))
     at = lift.simplify(apply("sub", index[dim], begin))
     inside = lift.simplify(apply("and", apply("ge", at, const(0)), apply("lt", at, source.shape[dim])))
-    safe = _clamped(lift, at, source.shape[dim])
-    return _choose(lift, value, inside, (source, (*index[:dim], safe, *index[dim + 1:])), (base, index))
+    return _choose(lift, value, inside, (source, (*index[:dim], at, *index[dim + 1:])), (base, index))
 
 
 @rule(aten.select_scatter.default)
@@ -281,12 +279,17 @@ def _choose(lift: Lift, value: Value, inside: Expr, new: tuple[Value, Index], ol
     """The new element inside of what was assigned, the old one elsewhere."""
     if inside in (TRUE, FALSE):
         return lift.at(*(new if inside == TRUE else old))
-    return where(inside, *(as_kind(lift.at(*x), value.kind) for x in (new, old)))
+    return where(inside, as_kind(_inside(lift, *new), value.kind), as_kind(lift.at(*old), value.kind))
 
 
-def _clamped(lift: Lift, at: Expr, size: Expr) -> Expr:
-    """An index that is used only where it is inside, made one whose address exists everywhere (unchanged where it does)."""
-    return lift.simplify(apply("max", const(0), apply("min", at, apply("sub", size, const(1)))))
+def _inside(lift: Lift, source: Value, index: Index) -> Expr:
+    """An element that is used only where its index is inside. What is loaded needs an address that exists everywhere, so there
+    the index is clamped; a formula is kept as it is."""
+    out = lift.at(source, index)
+    if not loads(out):
+        return out
+    clamp = lambda at, s: lift.simplify(apply("max", const(0), apply("min", at, apply("sub", s, const(1)))))
+    return lift.at(source, tuple(clamp(x, s) for x, s in zip(index, source.shape, strict=True)))
 
 
 @rule(aten.copy.default)

@@ -243,6 +243,26 @@ def documents(q, k, v, ids):
 
 
 
+@case("where(j <= i, s, -inf)", square)
+def packed_positions_that_are_plain(q, k, v):
+    """what transformers derives from position ids when there is no padding mask: known values, nothing of it may stay"""
+    positions = torch.arange(LK)[None]
+    documents = (positions.diff(prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    keep = (torch.arange(LK)[None, :] <= torch.arange(LK)[:, None]) & (documents[:, :, None] == documents[:, None, :])
+    return (q @ t(k)).masked_fill(~keep[:, None], -math.inf).softmax(-1) @ v
+
+
+@case("s + where(j <= 2, 0, pad[b0, max(0, j - 3)])", plus(qkv, lambda g: rn(g, B, LK - 3)))
+def padding_with_a_prefix(q, k, v, pad):
+    """a loaded piece of a concatenation is read at addresses that exist, also where it is not used"""
+    return (q @ t(k) + torch.cat([torch.zeros(B, 3), pad], -1)[:, None, None]).softmax(-1) @ v
+
+
+@case("s + where(2 <= j and j <= 7, 0, -1)")
+def padding_of_a_formula(q, k, v):
+    return (q @ t(k) + F.pad(torch.zeros(LQ, LK - 3), (2, 1), value=-1.0)).softmax(-1) @ v
+
+
 @case("s")
 def mask_of_ones_vanishes(q, k, v):
     return (q @ t(k)).masked_fill(torch.zeros(LQ, LK, dtype=torch.bool), -math.inf).softmax(-1) @ v
