@@ -78,24 +78,64 @@ def foldable(spec: AttentionSpec, *programs: Expr) -> bool:
     for node in (x for e in programs for x in walk(e)):
         if node.op not in plain or (node.op == "load" and node.kind == "float" and depends(node) & {"i", "j"}):
             return False
-        if node.op == "const" and node.kind == "float" and math.isfinite(node.value) and abs(node.value) > LARGEST_FOLDED:
+        if node.op == "const" and node != FILL and _large(node):
             return False
     return products(spec)[0] in HALF
 
 
 def scale_of(expr: Expr) -> tuple[float, Expr]:
-    """(c, x) with expr = c·x and c > 0, taken out of fills with -inf: ``where(p, 0.125 * s, -inf)`` is 0.125 · ``where(p, s, -inf)``."""
+    """(c, x) with expr = c·x and c > 0, taken out of masks: ``where(p, 0.125 * s, -inf)`` is 0.125 · ``where(p, s, -inf)``."""
     if expr.op == "mul" and expr.args[0].op == "const" and 0.0 < float(expr.args[0].value) < math.inf:
         inner, rest = scale_of(expr.args[1])
         return float(expr.args[0].value) * inner, rest
     if expr.op == "where":
-        infinite = [a.op == "const" and math.isinf(float(a.value)) for a in expr.args[1:]]
-        if infinite.count(True) == 1:
-            live = infinite.index(False) + 1
+        masks = [a.op == "const" and (math.isinf(float(a.value)) or a == FILL) for a in expr.args[1:]]
+        if masks.count(True) == 1:
+            live = masks.index(False) + 1
             factor, rest = scale_of(expr.args[live])
             args = tuple(rest if n == live else a for n, a in enumerate(expr.args))
             return factor, Expr("where", args, None, expr.kind)
     return 1.0, expr
+
+
+FILL = const(-(2.0 ** 100))
+"""Stands in the kernel for a large finite fill. Times any factor it is exact, so rows that hold nothing else come out uniform."""
+
+FILLS_FROM = -1e8
+ABSORBS = -1e30
+"""A fill below this, added to a score of ordinary size, leaves nothing of the score, in float32 and in float64."""
+
+
+def _large(expr: Expr) -> set[float]:
+    """The finite constants that do not bear being multiplied by log2(e)."""
+    values = (x.value for x in walk(expr) if x.op == "const" and x.kind == "float")
+    return {v for v in values if math.isfinite(v) and abs(v) > LARGEST_FOLDED}
+
+
+def unfilled(expr: Expr) -> tuple[Expr, set[float]]:
+    """The program with its large fills replaced by `FILL`, and the fills that were: only those that are selected, not computed with.
+
+        s + where(p, 0, finfo.min)  →  where(p, s, finfo.min)  →  where(p, s, FILL), {finfo.min}
+    """
+    if expr.op == "add":
+        for plain, mask in (expr.args, expr.args[::-1]):
+            if mask.op == "where" and not _large(plain):
+                c, x, y = mask.args
+                zero, fill = (x, y) if x == const(0.0) else (y, x)
+                if zero == const(0.0) and fill.op == "const" and -math.inf < fill.value < ABSORBS:
+                    return Expr("where", (c, plain, FILL) if fill is y else (c, FILL, plain)), {fill.value}
+    if expr.op != "where":
+        return expr, set()
+    branches, fills = [], set()
+    for branch in expr.args[1:]:
+        if branch.op == "const" and -math.inf < float(branch.value) < FILLS_FROM:
+            branches.append(FILL)
+            fills.add(float(branch.value))
+        else:
+            inner, more = unfilled(branch)
+            branches.append(inner)
+            fills |= more
+    return Expr("where", (expr.args[0], *branches), None, expr.kind), fills
 
 
 class _Forward:
@@ -117,13 +157,20 @@ class _Forward:
         self._choose_exponent()
 
     def _choose_exponent(self) -> None:
-        """Whether the maximum is kept in units of log2(e), and which factor of the scores joins that unit."""
-        self.folded = foldable(self.spec, self.score, self.inside, *self.terms)
-        self.unit = LOG2E
+        """Whether the maximum is kept in units of log2(e), which factor of the scores joins that unit, and what `FILL` stands for."""
+        self.unit, self.fill = LOG2E, None
+        (score, a), (inside, b) = unfilled(self.score), unfilled(self.inside)
+        if len(a | b) == 1:
+            self.folded = foldable(self.spec, score, inside, *self.terms)
+            if self.folded:
+                self.score, self.inside, self.fill = score, inside, next(iter(a | b))
+        else:
+            self.folded = foldable(self.spec, self.score, self.inside, *self.terms)
         if self.folded and not self.terms:
-            (a, score), (b, inside) = scale_of(self.score), scale_of(self.inside)
-            if a == b:
-                self.unit, self.score, self.inside = a * LOG2E, score, inside
+            (a_scale, score), (b_scale, inside) = scale_of(self.score), scale_of(self.inside)
+            if a_scale == b_scale:
+                self.unit, self.score, self.inside = a_scale * LOG2E, score, inside
+        self.masked_below = self.ranges.masked_below if self.fill is None else FILL.value * self.unit / 2
 
     # ---- the whole
 
@@ -304,6 +351,8 @@ class _Forward:
 
     def _state(self, w: Writer) -> None:
         w.gap("online softmax: the running maximum, the sum of the weights relative to it, and the weighted values")
+        if self.fill is not None:
+            w.line(f"# {literal(FILL.value)}, a power of two and so exact under any scale, stands for the fill {literal(self.fill)}")
         texts = [self.programs.row(t) for t in self.terms]
         if not texts:
             w.line('row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)')
@@ -339,7 +388,7 @@ class _Forward:
 
     def _sweep(self, w: Writer) -> None:
         w.gap("A row that saw no allowed key weighs ALL keys by their filled scores, as written: let its tile visit the skipped ones.")
-        w.line(f"unseen = m_mask & (row_max <= {literal(self.ranges.masked_below)})")
+        w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
         visited = f"tl.maximum(tl.cdiv({self.stop}, BLOCK_N) * BLOCK_N, full_stop)" if self.bounded else "full_stop"
         w.line(f"stop_tile = {visited}")
         if self.lowers:
@@ -436,7 +485,11 @@ class _Forward:
         mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
         w.line(f"tl.store(out_ptr + offs_m[:, None] * out_stride_m + offs_e[None, :] * out_stride_e, result.to(tl.{spec.out_dtype}), mask={mask})")
         w.line("stats_offset = (batch.to(tl.int64) * n_queries + offs_m) * 2")
-        w.line(f"tl.store(stats_ptr + stats_offset, row_max{f' * {LN2}' if self.folded else ''}, mask=m_mask)")
+        largest = f"row_max * {LN2}" if self.folded else "row_max"
+        if self.fill is not None:
+            w.line(f"row_max = tl.where(row_max <= {literal(self.masked_below)}, {literal(self.fill)}, {largest})")
+            largest = "row_max"
+        w.line(f"tl.store(stats_ptr + stats_offset, {largest}, mask=m_mask)")
         w.line("tl.store(stats_ptr + stats_offset + 1, tl.log(row_sum), mask=m_mask)")
 
     def _repair(self, w: Writer) -> None:

@@ -53,18 +53,18 @@ def visited(spec: AttentionSpec, sizes: dict[str, int], block_m: int) -> float:
     return total / (len(picked) * keys)
 
 
-def request_of(spec: AttentionSpec, sizes: dict[str, int], wide: bool, tf32: bool) -> Request:
+def request_of(spec: AttentionSpec, sizes: dict[str, int], wide: bool, precision: str) -> Request:
     """What the planner needs to know of a call."""
     batch = 1
     for name in spec.batch:
         batch *= sizes[name]
-    return Request(batch, sizes["i"], sizes["j"], sizes["d"], sizes["e"], wide, tf32)
+    return Request(batch, sizes["i"], sizes["j"], sizes["d"], sizes["e"], wide, precision)
 
 
 def render(spec: AttentionSpec, plan: KernelPlan, kernel: Kernel, call: Call) -> str:
     """The whole text of a generated file."""
     sizes = dict(zip(spec.size_names, call.sizes, strict=True))
-    request = request_of(spec, sizes, plan.index_bits == 64, plan.precision == "tf32")
+    request = request_of(spec, sizes, plan.index_bits == 64, plan.precision)
     moved, flops = predict(spec, plan, request, visited(spec, sizes, plan.block_m))
     lengths = ", ".join(f"{n}={v}" for n, v in sizes.items())
     bounds = analyse(spec).bounds

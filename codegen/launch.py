@@ -96,8 +96,14 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     """
     check_supported(spec, operands, sizes)
     named = dict(zip(spec.size_names, sizes, strict=True))
-    tf32 = torch.backends.cuda.matmul.allow_tf32 and device.backend == "cuda"
-    return candidates(spec, header.request_of(spec, named, _wide(spec, operands, named), tf32), device)
+    return candidates(spec, header.request_of(spec, named, _wide(spec, operands, named), _precision(device)), device)
+
+
+def _precision(device: Device) -> str:
+    """How float32 products are taken: TF32 only as the user allows it, else exactly or in parts that lose nothing."""
+    if device.backend != "cuda" or interpreting():
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "bf16x6"
 
 
 def _wide(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int]) -> bool:
@@ -227,13 +233,24 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
     own = out_strides(spec, named)
     integers = [number(a, named, shapes, strides, own) for a in kernel.integers]
     pointers = [p.operand for p in kernel.pointers]
-    grid = (math.ceil(named["i"] / plan.block_m) * math.prod(named[b] for b in spec.batch),)
+    grid = (math.ceil(named["i"] / plan.block_m) * math.prod(named[b] for b in spec.batch), 1, 1)
     constants = dict(kernel.constants) | {"num_warps": plan.warps, "num_stages": plan.stages}
+
+    values = [v for _, v in kernel.constants]
+    compiled: dict[int, Any] = {}       # by which pointers are multiples of 16; everything else of Triton's key is fixed here
 
     def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         out, stats = _allocate(spec, named, device)
         extra = {"out": out, "stats": stats, "seed": seed}
-        function[grid](*[operands[p] if isinstance(p, int) else extra[p] for p in pointers], *integers, **constants)
+        tensors = [operands[p] if isinstance(p, int) else extra[p] for p in pointers]
+        odd = 0
+        for tensor in tensors:
+            odd = odd << 1 | (tensor.data_ptr() & 15 != 0)  # type: ignore[union-attr]  # dropout comes with a seed
+        known = compiled.get(odd)
+        if known is None:               # Triton's own launcher finds the kernel; the interpreter returns none
+            compiled[odd] = function[grid](*tensors, *integers, **constants)
+        else:
+            known[grid](*tensors, *integers, *values)
         return out, stats
 
     def run_elsewhere(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 
 from ..program import depends, loads
-from ..ranges import analyse
 from ..spec import AttentionSpec, dtype_of
 from .tiles import Device, Tile, footprint, padded, traffic, work
 
@@ -28,7 +27,7 @@ class Request:
     depth: int
     value_depth: int
     wide: bool = False
-    tf32: bool = False
+    precision: str = "ieee"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,8 @@ class KernelPlan:
         depth, value_depth: the head dimensions themselves, constants of the kernel.
         warps, stages: threads a block (in warps), buffers of the software pipeline.
         index_bits: 32, or 64 where an offset inside one attention does not fit 31 bits.
-        precision: of products of float32 operands, ``"ieee"`` or ``"tf32"``.
+        precision: how products of float32 operands are taken: ``"ieee"`` without tensor cores, ``"bf16x6"`` with them, each operand
+            split into three bfloat16 parts (24 bits: measured nearer to the oracle than "ieee"), or ``"tf32"`` where the user allows it.
         reasons: one sentence for each choice.
         shared, registers: predicted bytes of shared memory a block and registers a thread.
     """
@@ -86,22 +86,28 @@ Shape = tuple[int, int, int, int]
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 
 # (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …] from the preferred one to the one that always fits).
-# Each first choice was compiled without spilling registers; those of Hopper and float16/bfloat16 were measured on an H200.
+# The first choices for Hopper were the fastest of a handful measured on an H200 (4096 tokens; float32: 2048); with bounds, the one for
+# 256 spills a few registers outside its loops and is still a third faster than the next. Ampere's were compiled without spilling.
 _HOPPER: Table = (
-    (64, ((128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (64, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
 _AMPERE: Table = (
     (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
-# Products of float32 operands are taken without tensor cores, unrolled: small tiles, many threads.
+# Products of float32 operands: without tensor cores, unrolled (small tiles, many threads); in three bfloat16 parts; in TF32.
 _FLOAT32: Table = (
     (64, ((64, 32, 8, 1), (32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
     (128, ((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1))),
     (256, ((16, 16, 8, 1), (16, 16, 4, 1))),
+)
+_SPLIT: Table = (
+    (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
 _TF32: Table = (
     (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
@@ -113,7 +119,7 @@ _TF32: Table = (
 def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
     qk, pv = products(spec)
     if qk not in HALF or pv not in HALF:
-        return _TF32 if request.tf32 and "float32" == qk == pv else _FLOAT32
+        return {"tf32": _TF32, "bf16x6": _SPLIT}.get(request.precision, _FLOAT32)
     return _HOPPER if device.asynchronous else _AMPERE
 
 
@@ -127,15 +133,13 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
     if max(block_d, block_e) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
     shapes = next(rows for limit, rows in _table(spec, request, device) if max(block_d, block_e) <= limit)
-    if len(analyse(spec).bounds) and shapes[0] == (128, 64, 8, 2):
-        shapes = shapes[1:]             # with a second loop for cut tiles this one spills
     out: list[KernelPlan] = []
     for rank, shape in enumerate(shapes):
         plan = _fit(spec, request, device, shape, block_d, block_e, rank)
         if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in out):
             out.append(plan)
     for warps in (4, 2):
-        if len(out) < 2:
+        if len(out) < 2 and all((p.block_m, p.block_n, p.warps) != (16, 16, warps) for p in out):
             out.append(_plan(spec, request, device, (16, 16, warps, 1), block_d, block_e, ("the smallest tile there is",)))
     return tuple(out)
 
@@ -170,7 +174,7 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
     if request.wide:
         reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
     return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, "tf32" if request.tf32 else "ieee", reasons, cost.shared, cost.registers)
+                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers)
 
 
 def element_bytes(spec: AttentionSpec) -> tuple[int, int]:

@@ -122,6 +122,24 @@ def test_every_layout(name: str, how: str, seed: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("name", ("causal_padding_min", "window", "gathered", "dropout", "grouped", "bias", "wrapping_index"))
+def test_wide_offsets(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_wide", lambda *_: True)
+    monkeypatch.setattr(launch, "_runs", {})
+    run(BY_NAME[name], Shape(), torch.float16, seed)
+
+
+@interpreted
+def test_two_fills_of_different_size_keep_their_order(seed: int) -> None:
+    from attnfuse.program import DOT, const, where
+    from tests.specs import CAUSAL, padding, variant
+
+    for score in (where(CAUSAL, where(padding, DOT, const(-1e9)), const(-3e38)), where(CAUSAL, where(padding, DOT, const(-3e38)), const(-1e9))):
+        for dtype in (torch.float16, torch.float32):
+            run(variant("causal_padding_min", score=score), Shape(), dtype, seed)
+
+
+@interpreted
 def test_packed_operand(seed: int) -> None:
     """Queries, keys and values in one tensor [batch, tokens, 3 · heads · depth], read through index maps and copied nowhere."""
     from attnfuse.program import add, axis, const, mul, size
@@ -150,7 +168,7 @@ def test_precision_of_the_products(dtype: str, qk: str, pv: str, out: str, seed:
 
 
 @interpreted
-@pytest.mark.parametrize("name", ("causal_min", "causal_inf", "sinks", "alibi_causal"))
+@pytest.mark.parametrize("name", ("causal_min", "causal_padding_min", "causal_inf", "sinks", "alibi_causal"))
 def test_statistics_give_the_weights(name: str, seed: int) -> None:
     from attnfuse.program import Env, evaluate
 
@@ -162,7 +180,8 @@ def test_statistics_give_the_weights(name: str, seed: int) -> None:
         dot = operands[0].double() @ operands[1].double().mT
         axes = {n: torch.arange(s).view([-1 if k == p else 1 for k in range(4)]) for p, (n, s) in
                 enumerate(zip(("b0", "b1", "i", "j"), dot.shape, strict=True))}
-        env = Env(axes, dict(zip(spec.size_names, sizes, strict=True)), lambda n, at: operands[n][at], torch.float64, torch.device("cpu"), dot=dot)
+        read = lambda n, at: operands[n][at]
+        env = Env(axes, dict(zip(spec.size_names, sizes, strict=True)), read, torch.float64, torch.device("cpu"), dot=dot)
         score = evaluate(spec.score, env)
         terms = [evaluate(t, env).expand(*dot.shape[:-1], 1) for t in spec.extra_terms]
         truth = torch.softmax(torch.cat([score, *terms], -1), -1)[..., :dot.shape[-1]]
