@@ -149,7 +149,7 @@ class Elements:
         """
         plan = self.map(index)
         view = plan.view(into, box, order) if plan else None
-        if view is not None and _disjoint(view):
+        if view is not None and disjoint(view):
             view.add_(values.sum_to_size(view.shape))
             return
         places = self._places(index, box, order)
@@ -159,7 +159,7 @@ class Elements:
         into.index_put_(places, values.expand(full).sum_to_size(shape), accumulate=True)
 
 
-def _disjoint(view: torch.Tensor) -> bool:
+def disjoint(view: torch.Tensor) -> bool:
     """Whether no two elements of a view share memory."""
     reach = 0
     for stride, length in sorted((s, n) for s, n in zip(view.stride(), view.shape, strict=True) if n > 1):

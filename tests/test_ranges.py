@@ -49,6 +49,7 @@ BOUNDED: dict[str, tuple[Expr, tuple[tuple[str, str, int], ...], list[str], bool
     "both of two, by minimum": (where(le(J, apply("min", I, const(5))), S, const(-INF)), (), ["j <= i", "j <= 5"], False),
     "chunks": (where(both(CAUSAL, apply("eq", apply("floordiv", I, const(4)), apply("floordiv", J, const(4)))), S, const(-INF)), (),
                ["j <= i", "j >= i - 3", "j <= i + 3"], False),
+    "a limit that grows by head": (where(le(J, add(I, B1)), S, const(-INF)), (), ["j <= b1 + i"], False),
     "with a bias": (added(add(S, load(3, (B1, I, J), "float")), CAUSAL), (("bias", "float64", 3),), ["j <= i"], True),
 }
 

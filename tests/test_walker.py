@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnfuse import tiling, walker
 from attnfuse.adjoint import UPSTREAM, adjoint
-from attnfuse.elements import Elements, contract, product
+from attnfuse.elements import Elements, contract, disjoint, product
 from attnfuse.program import DOT, OPS, WEIGHT, Env, Expr, add, apply, axis, const, evaluate, le, load, mul, where
 from attnfuse.reference import reference
 from attnfuse.spec import Access, AttentionSpec, Operand
@@ -77,6 +77,7 @@ CASES: dict[str, tuple[AttentionSpec, Extra]] = {
     "bias [B, H, T, 1]": (attention(biased((B0, B1, I, const(0))), BIAS(4)), floats(2, 4, 37, 1)),
     "bias [B, H, T, T]": (attention(biased((B0, B1, I, J)), BIAS(4)), floats(2, 4, 37, 37)),
     "bias transposed": (attention(biased((J, I, B1)), BIAS(3)), floats(37, 37, 4)),
+    "scores that are read": (attention(load(3, (B0, B1, I, J), "float"), BIAS(4)), floats(2, 4, 37, 37)),
     "scalar bias": (attention(biased(()), BIAS(0)), floats()),
     "scale by a tensor": (attention(causal(mul(load(3, (), "float"), DOT)), BIAS(0)), floats()),
     "relative positions": (attention(add(S, load(3, (RELATIVE, B1), "float")), BIAS(2)), floats(80, 4)),
@@ -367,10 +368,13 @@ def test_rectangles_are_views_where_maps_are_affine() -> None:
 
 
 def test_added_rectangles_that_overlap_add_up() -> None:
-    into = torch.zeros(6)
+    into = torch.zeros(127)
     elements = Elements([into], {}, torch.device("cpu"))
-    elements.add(into, (add(axis("i"), axis("j")),), {"i": (0, 3), "j": (0, 4)}, ("i", "j"), torch.ones(3, 4))
-    assert into.tolist() == [1, 2, 3, 3, 2, 1]
+    elements.add(into, (add(axis("i"), axis("j")),), {"i": (0, 64), "j": (0, 64)}, ("i", "j"), torch.ones(64, 64))
+    assert into.tolist() == [*range(1, 65), *range(63, 0, -1)]
+    # Added through a view, these would race on several threads: only views without overlap are written to.
+    assert not disjoint(into.as_strided((64, 64), (1, 1))) and not disjoint(into.expand(2, 127))
+    assert disjoint(torch.zeros(4, 5, 6)[1:, ::2, 1:].transpose(0, 2))
 
 
 def test_products_over_shared_heads() -> None:
