@@ -134,8 +134,10 @@ def _arguments(spec: AttentionSpec, plan: Plain, operands: Sequence[torch.Tensor
 
     mask = None
     if plan.mask is not None:
-        box_of_mask = box | {"i": (0, 1)}
-        mask = run(call, plan.mask, box_of_mask, {})
+        split = plain(call.spec)                       # the mask in terms of the axes into which `prepare` may split one
+        if split is None or split.mask is None:
+            return None
+        mask = run(call, split.mask, box | {"i": (0, 1)}, {})
         if not bool((mask.amax(-1) > DEAD / 2).all()):  # also where it is NaN
             return None
         mask = mask.expand([call.sizes[a] for a in call.spec.batch] + [1, named["j"]])

@@ -8,7 +8,7 @@ Row statistics are (maximum, log of the sum), so that a weight is exp(score - ma
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,10 +176,13 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     call = prepare(spec, operands, sizes, seed)
     grads = {n: torch.zeros(t.shape, dtype=call.dtype, device=call.device) for n, t in enumerate(operands) if needs[n]}
     split = [split_dims(call, t) for t in (grad_out, out, stats)]
+    exact = _needs_exact_delta(spec, needs)
     for box, step in row_tiles(call, share=2) if grads and call.sizes["j"] else ():
         place = tuple(slice(*box[a]) for a in call.score_axes[:-1])
         rows = _row_gradients(call, box, *(t[place].to(call.dtype) for t in split))
         unseen = bool((rows.maximum <= call.ranges.masked_below).any()) or bool(rows.maximum.isnan().any())
+        if exact:
+            rows.delta = _delta(call, key_tiles(call, box, step, everything=unseen), rows)
         for tile, program in key_tiles(call, box, step, everything=unseen):
             _backward_tile(call, tile, program, rows, grads)
         for term in call.spec.extra_terms:
@@ -200,17 +203,49 @@ def _row_gradients(call: Call, box: Box, grad_out: torch.Tensor, out: torch.Tens
     return _RowGradients(query, grad_out, delta, maximum, log_total, torch.zeros_like(query, memory_format=torch.contiguous_format))
 
 
-def _backward_tile(call: Call, tile: Box, program: Expr, rows: _RowGradients, grads: dict[int, torch.Tensor]) -> None:
-    """Add what one tile of scores sends to every operand."""
+def _needs_exact_delta(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
+    """Whether a gradient is wanted that sums the scores' gradients over keys (a temperature, a term per head or query).
+
+    The scores' gradients of a row add up to zero only as exactly as delta fits the very numbers that are summed; such a
+    gradient sees the remainder, multiplied by its row's scores. Then delta is summed from the tiles, at the price of a pass.
+    """
+    return any(needs[int(x.attr)] and "j" not in depends(x) for e in (spec.score, *spec.extra_terms) for x in loads(e))  # type: ignore[arg-type]
+
+
+def _delta(call: Call, tiles: Iterable[tuple[Box, Expr]], rows: _RowGradients) -> torch.Tensor:
+    """Σ_j weight · its gradient over Σ_j weight for each row, from the tiles themselves. The weights add up to one but for
+    rounding, which is divided out; sinks, and rows without weights, keep the plain sum."""
+    total, mass = torch.zeros_like(rows.delta), torch.zeros_like(rows.delta)
+    for tile, program in tiles:
+        probability, _, arrived = _recomputed(call, tile, program, rows, {}, {})
+        total += (probability * arrived).sum(-1, keepdim=True)
+        mass += probability.sum(-1, keepdim=True)
+    return total if call.spec.extra_terms else torch.where(mass > 0.5, total / mass, total)
+
+
+def _recomputed(call: Call, tile: Box, program: Expr, rows: _RowGradients, memo: dict[Expr, torch.Tensor],
+                after: dict[Expr, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(softmax weights, weights after the weight program, gradient of the softmax weights) of a tile; the memos keep what
+    the two programs computed on the way."""
     spec, shape = call.spec, lengths(tile, call.score_axes)
     key, value = call.rectangle(spec.key, tile, ("j", "d")), call.rectangle(spec.value, tile, ("j", "e"))
-    memo: dict[Expr, torch.Tensor] = {}
     probability = rows.weights(_score(call, program, tile, rows.query, key, memo).expand(shape))
     weight, arrived = probability, product(rows.grad_out, value.transpose(-1, -2)).expand(shape)
     if spec.weight != WEIGHT:
-        after: dict[Expr, torch.Tensor] = {WEIGHT: probability, UPSTREAM: arrived}
+        after.update({WEIGHT: probability, UPSTREAM: arrived})
         weight = run(call, spec.weight, tile, after).expand(shape)
         arrived = run(call, adjoint(spec.weight, WEIGHT), tile, after).expand(shape)
+    return probability, weight, arrived
+
+
+def _backward_tile(call: Call, tile: Box, program: Expr, rows: _RowGradients, grads: dict[int, torch.Tensor]) -> None:
+    """Add what one tile of scores sends to every operand."""
+    spec = call.spec
+    key, value = call.rectangle(spec.key, tile, ("j", "d")), call.rectangle(spec.value, tile, ("j", "e"))
+    memo: dict[Expr, torch.Tensor] = {}
+    after: dict[Expr, torch.Tensor] = {}
+    probability, weight, arrived = _recomputed(call, tile, program, rows, memo, after)
+    if after:
         _add_loads(call, spec.weight, tile, after, grads)
     if spec.value.operand in grads:
         part = contract(weight, rows.grad_out, value.shape[:-2])
