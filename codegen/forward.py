@@ -29,10 +29,11 @@ LARGEST_FOLDED = 1e4
 """Above this a constant in the scores, times log2(e), would lose the digits of the scores beside it."""
 
 _RESERVED = (
-    "tl triton q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max safe_max alpha pid tile batch "
-    "n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop stop_tile unseen "
-    "n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N BLOCK_D BLOCK_E HEAD_DIM "
-    "VALUE_DIM weights discarded term i j d e").split() + list(HELPERS)
+    "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max safe_max alpha "
+    "pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
+    "stop_tile unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
+    "BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights d_mask e_mask out_stride_m out_stride_e q_stride_m q_stride_d k_stride_n k_stride_d "
+    "v_stride_n v_stride_e i j d e").split() + list(HELPERS)
 
 
 @dataclass(frozen=True)
@@ -483,7 +484,8 @@ class _Forward:
         if terms:
             w.line(f"out_ptr += {' + '.join(terms)}")
         mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
-        w.line(f"tl.store(out_ptr + offs_m[:, None] * out_stride_m + offs_e[None, :] * out_stride_e, result.to(tl.{spec.out_dtype}), mask={mask})")
+        place = "out_ptr + offs_m[:, None] * out_stride_m + offs_e[None, :] * out_stride_e"
+        w.line(f"tl.store({place}, result.to(tl.{spec.out_dtype}), mask={mask})")
         w.line("stats_offset = (batch.to(tl.int64) * n_queries + offs_m) * 2")
         largest = f"row_max * {LN2}" if self.folded else "row_max"
         if self.fill is not None:

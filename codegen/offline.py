@@ -17,7 +17,7 @@ import torch
 
 from ..spec import AttentionSpec, dtype_of
 from . import launch
-from .arguments import number
+from .arguments import Size, number
 from .forward import emit
 from .plan import KernelPlan
 from .tiles import known
@@ -82,11 +82,11 @@ def _specialise(spec: AttentionSpec, plan: KernelPlan, sizes: Sequence[int], ope
         aligned.append(pointer.name)
     for argument in kernel.integers:
         value = number(argument, named, shapes, strides, launch.out_strides(spec, named))
-        if value == 1 and not argument.name.startswith("n_"):
+        if value == 1 and not isinstance(argument, Size):
             constants[argument.name] = 1
             continue
         signature[argument.name] = "i32" if -2 ** 31 <= value < 2 ** 31 else "i64"
-        if value % 16 == 0 and not argument.name.startswith("n_"):
+        if value % 16 == 0 and not isinstance(argument, Size):
             aligned.append(argument.name)
     ordered = {n: signature.get(n, "constexpr") for n in names}
     return ordered, constants, {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}

@@ -133,6 +133,8 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
     if max(block_d, block_e) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
     shapes = next(rows for limit, rows in _table(spec, request, device) if max(block_d, block_e) <= limit)
+    if gathers(spec) and "float32" in products(spec):
+        shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers
     out: list[KernelPlan] = []
     for rank, shape in enumerate(shapes):
         plan = _fit(spec, request, device, shape, block_d, block_e, rank)
@@ -148,7 +150,8 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, shape: Shape, bl
          rank: int) -> KernelPlan | None:
     """One row of the table fitted to the call, or None where it does not fit the device."""
     block_m, block_n, warps, stages = shape
-    reasons = [f"{block_m}x{block_n} with {warps} warps and {stages} stages: choice {rank + 1} for head dimensions up to {max(block_d, block_e)}"]
+    reasons = [f"{block_m}x{block_n} with {warps} warps and {stages} stages: "
+               f"choice {rank + 1} for head dimensions up to {max(block_d, block_e)}"]
     rows = max(16, padded(request.queries)) if request.queries < block_m else block_m
     fill = request.batch * math.ceil(max(request.queries, 1) / block_m)
     if rows < block_m:
@@ -161,6 +164,9 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, shape: Shape, bl
     if (tile_loads(spec) or spec.dropouts) and block_m == 128 and warps == 4:
         reasons.append("8 warps: the programs read or draw a tile of their own, which needs registers")
         warps = 8
+    if gathers(spec) and max(block_d, block_e) >= 128 and block_n > 16:
+        reasons.append(f"BLOCK_N {block_n // 2}: the score program reads at indices that it has read, whose addresses fill registers")
+        block_n //= 2
     plan = _plan(spec, request, device, (block_m, block_n, warps, stages), block_d, block_e, tuple(reasons))
     return plan if plan.shared <= device.shared else None
 
@@ -170,6 +176,8 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
     block_m, block_n, warps, stages = shape
     tile = Tile(block_m, block_n, block_d, block_e, warps, stages)
     qk_bytes, pv_bytes = element_bytes(spec)
+    if request.precision == "bf16x6":
+        qk_bytes, pv_bytes = (6 if n == 4 else n for n in (qk_bytes, pv_bytes))        # three parts of two bytes
     cost = footprint(tile, qk_bytes, pv_bytes, tile_loads(spec), device.lanes)
     if request.wide:
         reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
@@ -189,6 +197,12 @@ def tile_loads(spec: AttentionSpec) -> int:
     """How many loads of the score and weight programs have both i and j."""
     found = {x for e in (spec.score, spec.weight) for x in loads(e) if {"i", "j"} <= depends(x)}
     return len(found)
+
+
+def gathers(spec: AttentionSpec) -> bool:
+    """Whether a program reads at an index that it reads at every (i, j)."""
+    outer = [x for e in (spec.score, spec.weight) for x in loads(e)]
+    return any({"i", "j"} <= depends(y) for x in outer for a in x.args for y in loads(a))
 
 
 def predict(spec: AttentionSpec, plan: KernelPlan, request: Request, visited: float) -> tuple[int, int]:

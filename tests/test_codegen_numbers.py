@@ -181,7 +181,8 @@ def test_statistics_give_the_weights(name: str, seed: int) -> None:
         axes = {n: torch.arange(s).view([-1 if k == p else 1 for k in range(4)]) for p, (n, s) in
                 enumerate(zip(("b0", "b1", "i", "j"), dot.shape, strict=True))}
         read = lambda n, at: operands[n][at]
-        env = Env(axes, dict(zip(spec.size_names, sizes, strict=True)), read, torch.float64, torch.device("cpu"), dot=dot)
+        env = Env(axes, dict(zip(spec.size_names, sizes, strict=True)),
+                  read, torch.float64, torch.device("cpu"), dot=dot)
         score = evaluate(spec.score, env)
         terms = [evaluate(t, env).expand(*dot.shape[:-1], 1) for t in spec.extra_terms]
         truth = torch.softmax(torch.cat([score, *terms], -1), -1)[..., :dot.shape[-1]]
