@@ -55,8 +55,8 @@ def key(spec: AttentionSpec, plan: KernelPlan, versions: dict[str, str]) -> str:
 def store(name: str, make: Callable[[], str]) -> Path:
     """The path of the file `name`, written from `make()` unless an intact one is there."""
     for place in (folder(), _fallback):
+        base = place if isinstance(place, Path) else place()
         try:
-            base = place if isinstance(place, Path) else place()
             base.mkdir(parents=True, exist_ok=True)
             path = base / f"{name}.py"
             if not _intact(path):

@@ -18,19 +18,15 @@ from ..program import WEIGHT, Expr, const, depends, loads, substitute, walk
 from ..ranges import Bound, Ranges, analyse
 from ..spec import Access, AttentionSpec
 from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsupported, on_host
+from .exponent import FILL, LN2, LOG2E, foldable, scale_of, unfilled
 from .helpers import HELPERS
-from .plan import HALF, KernelPlan, products
+from .plan import KernelPlan, products
 from .scores import Body, Programs, level, literal, prepare
 from .writer import Writer
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-LARGEST_FOLDED = 1e4
-"""Above this a constant in the scores, times log2(e), would lose the digits of the scores beside it."""
-
 _RESERVED = (
-    "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max safe_max alpha "
-    "pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
+    "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max "
+    "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
     "stop_tile unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
     "BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights d_mask e_mask out_stride_m out_stride_e q_stride_m q_stride_d k_stride_n k_stride_d "
     "v_stride_n v_stride_e i j d e").split() + list(HELPERS)
@@ -67,76 +63,6 @@ def readable_name(spec: AttentionSpec, plan: KernelPlan) -> str:
                                        ("dropout", spec.dropouts)) if there]
     words.append(f"d{plan.depth}" + (f"x{plan.value_depth}" if plan.value_depth != plan.depth else ""))
     return "_".join([*words, spec.operands[spec.query.operand].dtype])
-
-
-def foldable(spec: AttentionSpec, *programs: Expr) -> bool:
-    """Whether scores may be scaled by log2(e) before the maximum is taken: no value in them can be large beside the dot products.
-
-    float32 operands keep the other order, which rounds once less.
-    """
-    plain = {"const", "axis", "size", "dot", "load", "add", "sub", "mul", "neg", "where", "tanh", "le", "lt", "ge", "gt", "eq", "ne", "and",
-             "or", "xor", "not", "float", "int", "bool", "abs", "min", "max", "floordiv", "mod"}
-    for node in (x for e in programs for x in walk(e)):
-        if node.op not in plain or (node.op == "load" and node.kind == "float" and depends(node) & {"i", "j"}):
-            return False
-        if node.op == "const" and node != FILL and _large(node):
-            return False
-    return products(spec)[0] in HALF
-
-
-def scale_of(expr: Expr) -> tuple[float, Expr]:
-    """(c, x) with expr = c·x and c > 0, taken out of masks: ``where(p, 0.125 * s, -inf)`` is 0.125 · ``where(p, s, -inf)``."""
-    if expr.op == "mul" and expr.args[0].op == "const" and 0.0 < float(expr.args[0].value) < math.inf:
-        inner, rest = scale_of(expr.args[1])
-        return float(expr.args[0].value) * inner, rest
-    if expr.op == "where":
-        masks = [a.op == "const" and (math.isinf(float(a.value)) or a == FILL) for a in expr.args[1:]]
-        if masks.count(True) == 1:
-            live = masks.index(False) + 1
-            factor, rest = scale_of(expr.args[live])
-            args = tuple(rest if n == live else a for n, a in enumerate(expr.args))
-            return factor, Expr("where", args, None, expr.kind)
-    return 1.0, expr
-
-
-FILL = const(-(2.0 ** 100))
-"""Stands in the kernel for a large finite fill. Times any factor it is exact, so rows that hold nothing else come out uniform."""
-
-FILLS_FROM = -1e8
-ABSORBS = -1e30
-"""A fill below this, added to a score of ordinary size, leaves nothing of the score, in float32 and in float64."""
-
-
-def _large(expr: Expr) -> set[float]:
-    """The finite constants that do not bear being multiplied by log2(e)."""
-    values = (x.value for x in walk(expr) if x.op == "const" and x.kind == "float")
-    return {v for v in values if math.isfinite(v) and abs(v) > LARGEST_FOLDED}
-
-
-def unfilled(expr: Expr) -> tuple[Expr, set[float]]:
-    """The program with its large fills replaced by `FILL`, and the fills that were: only those that are selected, not computed with.
-
-        s + where(p, 0, finfo.min)  →  where(p, s, finfo.min)  →  where(p, s, FILL), {finfo.min}
-    """
-    if expr.op == "add":
-        for plain, mask in (expr.args, expr.args[::-1]):
-            if mask.op == "where" and not _large(plain):
-                c, x, y = mask.args
-                zero, fill = (x, y) if x == const(0.0) else (y, x)
-                if zero == const(0.0) and fill.op == "const" and -math.inf < fill.value < ABSORBS:
-                    return Expr("where", (c, plain, FILL) if fill is y else (c, FILL, plain)), {fill.value}
-    if expr.op != "where":
-        return expr, set()
-    branches, fills = [], set()
-    for branch in expr.args[1:]:
-        if branch.op == "const" and -math.inf < float(branch.value) < FILLS_FROM:
-            branches.append(FILL)
-            fills.add(float(branch.value))
-        else:
-            inner, more = unfilled(branch)
-            branches.append(inner)
-            fills |= more
-    return Expr("where", (expr.args[0], *branches), None, expr.kind), fills
 
 
 class _Forward:
@@ -233,7 +159,8 @@ class _Forward:
 
     def _which_tile(self, w: Writer) -> None:
         spec, plan = self.spec, self.plan
-        self.programs.size("i"), self.programs.size("j")
+        for axis in ("i", "j"):
+            self.programs.size(axis)            # lengths come first among the arguments
         w.line("# which queries of which attention")
         w.line("n_tiles = tl.cdiv(n_queries, BLOCK_M)")
         w.line("pid = tl.program_id(0)")

@@ -74,8 +74,10 @@ def render(spec: AttentionSpec, plan: KernelPlan, kernel: Kernel, call: Call) ->
     if bounds:
         lines += _wrap(f"- keys that count: {', '.join(str(b) for b in bounds)}"
                        + ("; the others too in a tile with a row that sees no allowed key" if analyse(spec).speculative else ""), "  ")
-    lines += ["", *_wrap(f"First written for {lengths}: about {moved / 1e6:.1f} MB of memory traffic and {flops / 1e9:.2f} GFLOP a call.", "")]
-    lines += [f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}.", '"""', "import triton", "import triton.language as tl", "", ""]
+    cost = f"about {moved / 1e6:.1f} MB of memory traffic and {flops / 1e9:.2f} GFLOP a call"
+    lines += ["", *_wrap(f"First written for {lengths}: {cost}.", "")]
+    lines += [f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}.", '"""']
+    lines += ["import triton", "import triton.language as tl", "", ""]
     text = "\n".join(line.replace("\\", "/") for line in lines)
     return f"{text}\n{kernel.source}\n\n{_footer(spec, plan, kernel, call)}"
 
@@ -126,7 +128,8 @@ def self_check(function: Callable[..., Any], spec_json: str, plan: dict[str, Any
     the_plan = KernelPlan(**plan)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
-    tensors = [random_operand(shape, strides, dtype_of(o.dtype), device) for (shape, strides), o in zip(operands, spec.operands, strict=True)]
+    tensors = [random_operand(shape, strides, dtype_of(o.dtype), device)
+               for (shape, strides), o in zip(operands, spec.operands, strict=True)]
     drop = torch.tensor([seed], device=device) if spec.dropouts else None
     run = bind(function, emit(spec, the_plan), the_plan, spec, tuple(sizes), tensors)
     out = run(tensors, drop)[0].double()

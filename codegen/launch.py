@@ -183,7 +183,8 @@ def _allocate(spec: AttentionSpec, sizes: dict[str, int], device: torch.device) 
 class _Ladder:
     """Plans in order of preference; one that the device turns out not to hold is left for the next, for good."""
 
-    def __init__(self, spec: AttentionSpec, plans: tuple[KernelPlan, ...], sizes: tuple[int, ...], operands: Sequence[torch.Tensor]) -> None:
+    def __init__(self, spec: AttentionSpec, plans: tuple[KernelPlan, ...], sizes: tuple[int, ...],
+                 operands: Sequence[torch.Tensor]) -> None:
         self.spec, self.plans, self.sizes = spec, list(plans), sizes
         self.call = recorded(operands, sizes)
         self.bound: Run | None = None

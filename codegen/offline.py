@@ -99,7 +99,8 @@ def _usage(cubin: bytes) -> tuple[int | None, int | None]:
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "kernel.cubin"
         path.write_bytes(cubin)
-        shown = subprocess.run([knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)], capture_output=True, text=True, check=False)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False)
     registers, stack, local = (re.search(rf"{n}:(\d+)", shown.stdout) for n in ("REG", "STACK", "LOCAL"))
     if registers is None:
         return None, None

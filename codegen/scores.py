@@ -118,7 +118,8 @@ class Programs:
 
     def size(self, axis: str) -> str:
         """The argument that holds a length."""
-        name = {"i": "n_queries", "j": "n_keys"}.get(axis) or self.names.of(("size", axis), f"n_{axis}" if axis in self.spec.batch else axis)
+        hint = f"n_{axis}" if axis in self.spec.batch else axis
+        name = {"i": "n_queries", "j": "n_keys"}.get(axis) or self.names.of(("size", axis), hint)
         return self.arguments.integer(Size(name, axis))
 
     def axis(self, name: str) -> str:
@@ -333,7 +334,8 @@ class Body:
             return text if dtype == "float32" else self._to(text, "tl.float32")
         if kind == "bool":
             return text if dtype == "bool" else Text(f"{text.text} != 0", 1)
-        return text if dtype in ("int64", "int32") and (dtype == "int64" or not self.programs.wide) else self._to(text, self.programs.int_type)
+        wide_enough = dtype == "int64" or (dtype == "int32" and not self.programs.wide)
+        return text if wide_enough else self._to(text, self.programs.int_type)
 
     def _mask(self, where: Level) -> str:
         rows = where in ("row", "tile")

@@ -134,7 +134,8 @@ def test_two_fills_of_different_size_keep_their_order(seed: int) -> None:
     from attnfuse.program import DOT, const, where
     from tests.specs import CAUSAL, padding, variant
 
-    for score in (where(CAUSAL, where(padding, DOT, const(-1e9)), const(-3e38)), where(CAUSAL, where(padding, DOT, const(-3e38)), const(-1e9))):
+    for inner, outer in ((-1e9, -3e38), (-3e38, -1e9)):
+        score = where(CAUSAL, where(padding, DOT, const(inner)), const(outer))
         for dtype in (torch.float16, torch.float32):
             run(variant("causal_padding_min", score=score), Shape(), dtype, seed)
 

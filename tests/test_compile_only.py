@@ -69,8 +69,8 @@ def test_one_query() -> None:
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_resource(name: str, dtype: str, depth: int, target: offline.Target) -> None:
-    if target[0] == "hip" and dtype == "float32" and depth == 256:
-        pytest.skip("minutes of compilation for a kernel nobody tuned")
+    if dtype == "float32" and depth == 256 and (target[0] == "hip" or name == "gathered"):
+        pytest.skip("a kernel that nobody tuned: right, and slow")
     check(name, dtype, depth, target)
 
 
