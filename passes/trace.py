@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -185,6 +186,7 @@ def record(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any], fake_mode: A
     with every tensor replaced by its `Value`."""
     rec = Record()
     given: list[Value | None] = [rec.value(x) if isinstance(x, torch.Tensor) else None for x in inputs]
-    with torch.no_grad(), fake_mode, rec:
+    # The Python dispatcher picks decompositions that keep lengths symbolic where the compiled ones (matmul's) read numbers.
+    with torch.no_grad(), enable_python_dispatcher(), fake_mode, rec:
         out = torch.func.functionalize(fn, remove="mutations")(*inputs)
     return rec, given, list(tree_map(lambda x: rec.value(x) if isinstance(x, torch.Tensor) else x, out))
