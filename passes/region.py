@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from ..refusal import Reason, Refused
 from . import nodes
@@ -33,7 +34,9 @@ class GraphFacts:
         self.contexts: list[Node] = []
         self.nested: set[Node] = set()                                   # nodes inside a vmap, grad or jvp
         self.origin: dict[int, Node] = {}                                # storage → the node that made it
-        depth = 0
+        self.no_grad: set[Node] = set()                                  # nodes where gradients are not recorded
+        self.inference: set[Node] = set()                                # nodes under inference mode
+        depth, recording, inference = 0, torch.is_grad_enabled(), 0
         for n in gm.graph.nodes:
             made = nodes.storage(n)
             if made is not None:
@@ -47,6 +50,13 @@ class GraphFacts:
             depth += (nodes.name(n) in _ENTER) - (nodes.name(n) in _LEAVE)
             if depth > 0 or nodes.name(n) in _LEAVE:
                 self.nested.add(n)
+            if nodes.name(n) == "_set_grad_enabled":
+                recording = bool(n.args[0])
+            inference += (nodes.name(n) == "_enter_inference_mode" and n.args[0] is not False) - (nodes.name(n) == "_exit_inference_mode")
+            if not recording or inference > 0:
+                self.no_grad.add(n)
+            if inference > 0:
+                self.inference.add(n)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,9 @@ def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
     inner = set(body)
     read = nodes.ordered({a for n in body for a in nodes.inputs(n)} - inner, facts.position)
     _check_mutations(body, read, product, facts)
+    odd = next((n for n in (*body, *read) if n in facts.inference), None) if product not in facts.inference else None
+    if odd is not None:                                  # its tensors cannot be saved for a gradient
+        raise Refused(Reason.NOT_EXPRESSIBLE, odd.name, "region", "made under inference mode")
     return Region(candidate, tuple(body), tuple(read), _text(body, read, product))
 
 
@@ -92,9 +105,16 @@ def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Nod
             follow = free[node] and (not contraction or (node is product and arg in candidate.carried) or _is_mask(node, arg))
             if not _replayable(arg) or arg in facts.nested or not _own_memory(arg, facts):
                 continue
+            if product not in facts.no_grad and _stops_gradient(arg, facts):
+                if arg in candidate.carried:
+                    raise Refused(Reason.NOT_EXPRESSIBLE, arg.name, "region", f"no gradient passes {nodes.name(arg)}")
+                continue                            # read through, it would let the gradient pass
             if not follow and (not _transparent(arg) or facts.mutations.get(nodes.storage(arg) or 0)):
                 continue                            # an operand whose memory is changed is read as it is at the product
-            for found in [arg, *_changes(arg, product, facts, free)]:
+            changes = _changes(arg, product, facts, free)
+            if product not in facts.no_grad and any(_stops_gradient(m, facts) for m in changes):
+                raise Refused(Reason.INPLACE, arg.name, "region", "changed without a gradient")
+            for found in [arg, *changes]:
                 if found not in free or (follow and not free[found]):
                     free[found] = follow or found is not arg
                     stack.append(found)
@@ -127,6 +147,17 @@ def _own_memory(node: Node, facts: GraphFacts) -> bool:
     updated in place is read as it is after the update, so the update itself ends the slice."""
     makers = [facts.origin.get(nodes.storage(t) or 0) for t in nodes.mutated(node)]
     return all(m is not None and _replayable(m) for m in makers)
+
+
+def _stops_gradient(node: Node, facts: GraphFacts) -> bool:
+    """Whether a gradient that arrives here is dropped (detach, or anything under no_grad) although what is read wants one."""
+    wants = lambda n: any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(nodes.value(n)))
+    if not any(wants(a) for a in nodes.inputs(node)):
+        return False
+    if node in facts.no_grad and nodes.mutated(node):
+        raise Refused(Reason.INPLACE, node.name, "region", f"{nodes.name(node)} without a gradient")
+    floats = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tree_leaves(nodes.value(node)))
+    return floats and not wants(node)
 
 
 def _transparent(node: Node) -> bool:
