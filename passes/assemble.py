@@ -20,7 +20,7 @@ from ..settings import Settings
 from ..spec import Access, AttentionSpec, Operand
 from . import nodes
 from .lift import SOFTMAXES, Level, Lift, NoRule, Softmax
-from .manual import bound, softmax_by_hand
+from .manual import at_key, bound, softmax_by_hand
 from .pointwise import as_kind
 from .region import Region
 from .trace import Value, aten
@@ -246,14 +246,18 @@ class _Spec:
         return self._named(q, k, v, score, weight)
 
     def _drop_row_maximum(self) -> None:
-        """softmax(s - max(s)) = softmax(s): a maximum over the row's own scores, subtracted from every column, changes nothing."""
+        """softmax(s - max(s)) = softmax(s): the maximum over the row's very scores, subtracted from every column, changes nothing.
+        (One over queries or heads is no constant of the row; one over other columns may be infinite where the row is not.)"""
         p = self.parts
+        lengths, offset = p.lift.algebra.lengths, p.softmax.offset if p.softmax else 0
+        columns = p.lift.simplify(apply("add", lengths["j"], const(len(p.extra))))
         while p.score.op == "sub" and p.score.args[1].op == "maximum":
-            most = p.score.args[1]
-            own = {p.lift.dots[int(x.attr)][0].number for x in walk(most) if x.op == "dot"}  # type: ignore[arg-type]
-            if own != {p.lift.dots[self.main][0].number} or any(x.op != "sub" or x.args[1] != most for x in p.extra):
+            own, most = p.score.args
+            if lengths[str(most.attr)] != columns or at_key(p.lift, most, offset) != own:
                 return
-            p.score, p.extra = p.score.args[0], tuple(x.args[0] for x in p.extra)
+            if any(x.op != "sub" or x.args[1] != most for x in p.extra):
+                return
+            p.score, p.extra = own, tuple(x.args[0] for x in p.extra)
 
     def _choose(self, levels: list[Level], inner: tuple[str, str], what: str) -> Level:
         """The level that saves most, and of those the shallowest; its index must be affine in the tile's two axes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..program import WEIGHT, Expr, apply, axis, depends, rewrite, walk
+from ..program import WEIGHT, Expr, apply, axis, const, depends, rewrite, walk
 from .pointwise import as_kind, rule
 from .trace import Call, Value, aten
 
@@ -93,7 +93,7 @@ def _score_of(lift: Lift, node: Expr) -> Expr | None:
         return None
     if top.op != "exp" or below.op != "sum":
         return None
-    same = _at_key(lift, below) == top
+    same = at_key(lift, below) == top
     return top.args[0] if same and lift.algebra.lengths["j"] == lift.algebra.lengths[str(below.attr)] else None
 
 
@@ -105,14 +105,15 @@ def _without_maximum(lift: Lift, u: Expr) -> Expr:
     """s_j of s_j - max_t s_t: a softmax does not change when a constant of the row is subtracted."""
     if u.op == "sub" and u.args[1].op == "maximum":
         s, most = u.args
-        if _at_key(lift, most) == s:
+        if at_key(lift, most) == s:
             return s
     return u
 
 
-def _at_key(lift: Lift, reduction: Expr) -> Expr:
-    """What is summed (or maximised), at the key j; dot products are numbered by place, so they are looked up under their new index."""
-    table: dict[Expr, Expr] = {axis(str(reduction.attr)): axis("j")}
+def at_key(lift: Lift, reduction: Expr, offset: int = 0) -> Expr:
+    """What is summed (or maximised), at the key j, which is column j + `offset`; dot products are numbered by place, so they
+    are looked up under their new index."""
+    table: dict[Expr, Expr] = {axis(str(reduction.attr)): lift.simplify(apply("add", axis("j"), const(offset)))}
 
     def renamed(node: Expr) -> Expr | None:
         if node.op == "dot" and node.attr is not None:
