@@ -36,7 +36,8 @@ class Algebra:
 
     Args:
         lengths: axis name → its length, an integer program without axes; an axis that is not named has length ``|axis|``.
-        least: size name → a number it is never below (default 0).
+        least: size name → a number it is never below (by default 1 or 0 for lengths of axes; of other sizes nothing is known,
+            for an integer that came with the call may be negative).
     """
 
     def __init__(self, lengths: Mapping[str, Expr] | None = None, least: Mapping[str, int] | None = None) -> None:
@@ -197,7 +198,10 @@ class Algebra:
             expr = self._atoms.get(symbol)  # type: ignore[arg-type]
             if expr is None or expr.op != "size":
                 return False
-            least = self.least.get(str(expr.attr), 1 if str(expr.attr) in _AXIS_NAMES else 0)
+            name = str(expr.attr)
+            least = self.least.get(name, 1 if name in _AXIS_NAMES else 0 if name.startswith("b") else None)
+            if least is None:
+                return False
             shift[symbol] = symbol + least
         if poly.atoms(_FloorDiv, _Mod):
             return False

@@ -252,7 +252,7 @@ def understand(region: Region, settings: Settings) -> Lifted:
     for node, value in zip([*region.inputs, *region.body], values, strict=True):
         if value is not None and node is not region.product:
             value.nodes.append(node)
-    least = {} if shapes is None else {str(s): max(0, int(r.lower)) for s, r in shapes.var_to_range.items() if r.lower.is_Integer}
+    least = {} if shapes is None else {str(s): int(r.lower) for s, r in shapes.var_to_range.items() if r.lower.is_Integer}
     return assemble(region, values, least, settings)
 
 
