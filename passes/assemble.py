@@ -22,7 +22,7 @@ from . import nodes
 from .lift import SOFTMAXES, Level, Lift, NoRule, Softmax
 from .manual import at_key, bound, softmax_by_hand
 from .pointwise import as_kind
-from .region import Region
+from .region import Region, merge_order
 from .trace import Value, aten
 from .views import VIEWS
 
@@ -350,11 +350,10 @@ class _Spec:
                 raise Refused(Reason.ROW_DEPENDENT, _first(t), "lift", "an operand is computed from the scores")
 
     def _layout(self, final: dict[str, str], rank: int) -> tuple[int, ...]:
-        """Memory order of the op's result. Eager's product is contiguous; where every consumer permutes it and makes that
+        """Memory order of the op's result. Eager's product is contiguous; where its only consumer permutes it and makes that
         contiguous (the usual merge of heads), the permuted order saves the copy."""
         axes = [*(f"b{n}" for n in range(rank - 2)), "i", "e"]
-        wanted = {_merge_order(u, rank) for u in self.region.product.users}
-        order = next(iter(wanted)) if len(wanted) == 1 and None not in wanted else tuple(range(rank))
+        order = merge_order(self.region.product, rank)
         return tuple(axes.index(final[f"x{k}"]) for k in order or range(rank))
 
     def _score_nodes(self, local: dict[int, int]) -> tuple[int, ...]:
@@ -378,23 +377,6 @@ def _made_from(value: Value, numbers: set[int]) -> bool:
             seen.add(v.number)
             stack.extend(_arguments(v))
     return False
-
-
-def _merge_order(user: Node, rank: int) -> tuple[int, ...] | None:
-    """The permutation that a consumer applies before it makes the result contiguous, or None."""
-    called = nodes.name(user)
-    dims = [a for a in user.args[1:] if not isinstance(a, Node)]
-    order = list(range(rank))
-    if called in ("transpose", "swapaxes", "swapdims") and len(dims) == 2 and all(isinstance(d, int) for d in dims):
-        a, b = (int(d) % rank for d in dims)  # type: ignore[arg-type]
-        order[a], order[b] = order[b], order[a]
-    elif called == "permute":
-        flat = list(dims[0]) if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims
-        order = [int(d) % rank for d in flat]  # type: ignore[arg-type]
-    else:
-        return None
-    settle = {"contiguous", "reshape", "clone", "flatten"}
-    return tuple(order) if user.users and all(nodes.name(u) in settle for u in user.users) else None
 
 
 def _first(value: Value) -> str:

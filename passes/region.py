@@ -88,6 +88,11 @@ def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
     inner = set(body)
     read = nodes.ordered({a for n in body for a in nodes.inputs(n)} - inner, facts.position)
     _check_mutations(body, read, product, facts)
+    result = nodes.value(product)
+    if product not in facts.no_grad and isinstance(result, torch.Tensor) and result.requires_grad:
+        late = [m for m in facts.mutations.get(nodes.storage(product) or 0, []) if facts.position[m] > facts.position[product]]
+        if late:                                         # the kernel's gradient needs its result, the product's does not
+            raise Refused(Reason.INPLACE, late[0].name, "region", f"the result is changed by {nodes.name(late[0])}")
     odd = next((n for n in (*body, *read) if n in facts.inference), None) if product not in facts.inference else None
     if odd is not None:                                  # its tensors cannot be saved for a gradient
         raise Refused(Reason.NOT_EXPRESSIBLE, odd.name, "region", "made under inference mode")
@@ -196,7 +201,7 @@ def scores_observer(region: Region, chain: set[Node]) -> Node | None:
     inner = set(region.body)
     for node in chain:
         for user in node.users:
-            if user not in inner and (user.users or user.op == "output"):
+            if user not in inner and not nodes.dead_end(user):
                 return user
     return None
 
@@ -208,8 +213,35 @@ def _text(body: list[Node], read: list[Node], product: Node) -> str:
     for n in body:
         args = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: _Name(local[a]))
         lines.append(f"{local[n]} = {n.op} {n.target if n.op != 'call_function' else _qualified(n.target)} {args!r} {describe(nodes.value(n))}")
-    layout = ",".join(sorted({nodes.name(u) for u in product.users}))
+    shape = nodes.value(product)
+    layout = merge_order(product, shape.dim()) if isinstance(shape, torch.Tensor) else None
     return "\n".join([*lines, f"return {local[product]} to {layout}"])
+
+
+def merge_order(product: Node, rank: int) -> tuple[int, ...] | None:
+    """The permutation that the only consumer of a product applies before it copies the result to be contiguous, or None.
+
+    A kernel that writes in this order saves the copy, and what was a copy becomes a view. Nobody may be able to tell: nothing
+    else reads the product, the copy is not changed in place, and it really was one.
+    """
+    if len(product.users) != 1:
+        return None
+    user = next(iter(product.users))
+    dims = [a for a in user.args[1:] if not isinstance(a, Node)]
+    order = list(range(rank))
+    if nodes.name(user) in ("transpose", "swapaxes", "swapdims") and len(dims) == 2 and all(isinstance(d, int) for d in dims):
+        a, b = (int(d) % rank for d in dims)  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    elif nodes.name(user) == "permute":
+        flat = list(dims[0]) if len(dims) == 1 and isinstance(dims[0], (list, tuple)) else dims
+        order = [int(d) % rank for d in flat]  # type: ignore[arg-type]
+    else:
+        return None
+    copy = next(iter(user.users)) if len(user.users) == 1 else None
+    if copy is None or nodes.name(copy) not in ("contiguous", "reshape", "flatten") or nodes.storage(copy) in (None, nodes.storage(product)):
+        return None
+    changed = any(nodes.storage(t) == nodes.storage(copy) for n in product.graph.nodes for t in nodes.mutated(n))
+    return None if changed else tuple(order)
 
 
 class _Name:
