@@ -346,6 +346,8 @@ class _Spec:
             raise Refused(Reason.DEVICE, "", "lift", ", ".join(sorted(map(str, devices))))
         chain = {self.parts.lift.dots[self.main][0].number}
         for t in tensors:
+            if t.nodes[0] in self.region.changed_later:
+                raise Refused(Reason.MUTATED_OPERAND, _first(t), "lift", "it is changed after the product and needed for the gradient")
             if _made_from(t, chain):
                 raise Refused(Reason.ROW_DEPENDENT, _first(t), "lift", "an operand is computed from the scores")
 

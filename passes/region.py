@@ -61,12 +61,14 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Region:
-    """A slice: its nodes and the nodes it reads (both in graph order), the candidate, and a text equal for equal slices."""
+    """A slice: its nodes and the nodes it reads (both in graph order), the candidate, a text equal for equal slices, and those
+    of its nodes that are changed in place after the product (they can't be kept for a gradient)."""
 
     candidate: Candidate
     body: tuple[Node, ...]
     inputs: tuple[Node, ...]
     text: str
+    changed_later: frozenset[Node] = frozenset()
 
     @property
     def product(self) -> Node:
@@ -88,15 +90,17 @@ def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
     inner = set(body)
     read = nodes.ordered({a for n in body for a in nodes.inputs(n)} - inner, facts.position)
     _check_mutations(body, read, product, facts)
+    late: frozenset[Node] = frozenset()
     result = nodes.value(product)
     if product not in facts.no_grad and isinstance(result, torch.Tensor) and result.requires_grad:
-        late = [m for m in facts.mutations.get(nodes.storage(product) or 0, []) if facts.position[m] > facts.position[product]]
-        if late:                                         # the kernel's gradient needs its result, the product's does not
-            raise Refused(Reason.INPLACE, late[0].name, "region", f"the result is changed by {nodes.name(late[0])}")
+        changes = lambda n: [m for m in facts.mutations.get(nodes.storage(n) or 0, []) if facts.position[m] > facts.position[product]]
+        if changes(product):                             # the kernel's gradient needs its result, the product's does not
+            raise Refused(Reason.INPLACE, changes(product)[0].name, "region", f"the result is changed by {nodes.name(changes(product)[0])}")
+        late = frozenset(n for n in (*read, *body) if changes(n))
     odd = next((n for n in (*body, *read) if n in facts.inference), None) if product not in facts.inference else None
     if odd is not None:                                  # its tensors cannot be saved for a gradient
         raise Refused(Reason.NOT_EXPRESSIBLE, odd.name, "region", "made under inference mode")
-    return Region(candidate, tuple(body), tuple(read), _text(body, read, product))
+    return Region(candidate, tuple(body), tuple(read), _text(body, read, product, late), late)
 
 
 def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Node]:
@@ -206,7 +210,7 @@ def scores_observer(region: Region, chain: set[Node]) -> Node | None:
     return None
 
 
-def _text(body: list[Node], read: list[Node], product: Node) -> str:
+def _text(body: list[Node], read: list[Node], product: Node, late: frozenset[Node]) -> str:
     """Canonical text: operations with their arguments numbered from the slice's own start, and what the inputs look like."""
     local = {n: f"%{k}" for k, n in enumerate([*read, *body])}
     lines = [f"{local[n]} = input {describe(nodes.value(n))}" for n in read]
@@ -215,7 +219,7 @@ def _text(body: list[Node], read: list[Node], product: Node) -> str:
         lines.append(f"{local[n]} = {n.op} {n.target if n.op != 'call_function' else _qualified(n.target)} {args!r} {describe(nodes.value(n))}")
     shape = nodes.value(product)
     layout = merge_order(product, shape.dim()) if isinstance(shape, torch.Tensor) else None
-    return "\n".join([*lines, f"return {local[product]} to {layout}"])
+    return "\n".join([*lines, f"return {local[product]} to {layout}, changed later {[local[n] for n in local if n in late]}"])
 
 
 def merge_order(product: Node, rank: int) -> tuple[int, ...] | None:
