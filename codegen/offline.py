@@ -36,6 +36,7 @@ class Compiled:
     shared: int
     registers: int | None
     spills: int | None
+    cubin: bytes | None = None
 
 
 def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target,
@@ -63,7 +64,7 @@ def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[t
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     compiled = triton.compile(source, target=GPUTarget(*target, device.lanes), options=options)
     registers, spills = _usage(compiled.asm["cubin"]) if target[0] == "cuda" else _amd_usage(compiled.asm.get("amdgcn", ""))
-    return Compiled(plan, compiled.metadata.shared, registers, spills)
+    return Compiled(plan, compiled.metadata.shared, registers, spills, compiled.asm.get("cubin"))
 
 
 def _specialise(spec: AttentionSpec, plan: KernelPlan, sizes: Sequence[int], operands: Sequence[torch.Tensor],
@@ -92,16 +93,20 @@ def _specialise(spec: AttentionSpec, plan: KernelPlan, sizes: Sequence[int], ope
     return ordered, constants, {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
 
 
-def _usage(cubin: bytes) -> tuple[int | None, int | None]:
-    """(registers a thread, bytes of local memory a thread) from the disassembler that Triton ships."""
+def cuobjdump(cubin: bytes, what: str) -> str:
+    """What the disassembler that Triton ships says of a compiled kernel: ``"--dump-sass"`` or ``"--dump-resource-usage"``."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
-        shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    registers, stack, local = (re.search(rf"{n}:(\d+)", shown.stdout) for n in ("REG", "STACK", "LOCAL"))
+        return subprocess.run([knobs.nvidia.cuobjdump.path, what, str(path)], capture_output=True, text=True, check=False).stdout
+
+
+def _usage(cubin: bytes) -> tuple[int | None, int | None]:
+    """(registers a thread, bytes of local memory a thread)."""
+    shown = cuobjdump(cubin, "--dump-resource-usage")
+    registers, stack, local = (re.search(rf"{n}:(\d+)", shown) for n in ("REG", "STACK", "LOCAL"))
     if registers is None:
         return None, None
     return int(registers.group(1)), int(stack.group(1) if stack else 0) + int(local.group(1) if local else 0)

@@ -116,6 +116,12 @@ _TF32: Table = (
 )
 
 
+_LEAST_VALUE_WIDTH = 64
+"""Narrower value tiles are miscompiled for Hopper by ptxas 12.8.93 without a warning: in a loop whose value tile has rows of
+32 or 64 bytes the shared-memory descriptors of all but the first product are read from registers that hold something else
+(seen as reads out of bounds; tests/sass.py finds it in the machine code, and test_compile_only.py looks at what we ship)."""
+
+
 def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
     qk, pv = products(spec)
     if qk not in HALF or pv not in HALF:
@@ -130,6 +136,8 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
         ValueError: a head dimension above 256.
     """
     block_d, block_e = padded(request.depth), padded(request.value_depth)
+    if device.asynchronous:
+        block_e = max(block_e, _LEAST_VALUE_WIDTH)
     if max(block_d, block_e) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
     shapes = next(rows for limit, rows in _table(spec, request, device) if max(block_d, block_e) <= limit)
