@@ -292,24 +292,26 @@ class _Spec:
         order = [*(f"b{n}" for n in range(len(batch))), "i", "j", "d", "e"]
         tensors: list[Value] = []
         casts: list[torch.dtype | None] = []
+        number: dict[tuple[int, torch.dtype | None], int] = {}           # a tensor read in two precisions is two operands
+
+        def enter(value: Value, cast: torch.dtype | None) -> None:
+            if (value.number, cast) not in number:
+                number[value.number, cast] = len(tensors)
+                tensors.append(value)
+                casts.append(cast)
+
         for level in (q, k, v):
-            if level.value not in tensors:
-                tensors.append(level.value)
-                casts.append(level.narrowed)
+            enter(level.value, level.narrowed)
         programs = [score, weight, *self.parts.extra]
         for x in (x for e in programs for x in loads(e)):
-            value = self.parts.lift.values[int(x.attr)]  # type: ignore[arg-type]
-            if value not in tensors:
-                tensors.append(value)
-                casts.append(None)
+            enter(self.parts.lift.values[int(x.attr)], None)  # type: ignore[arg-type]
         self._check_tensors(tensors, (q, k, v))
-        number = {t.number: n for n, t in enumerate(tensors)}
         symbols = {s: name for name in reversed(order) for s in [axes[name]] if s.op == "size"}
         scalars: dict[Expr, str] = {}
 
         def final_name(x: Expr) -> Expr | None:
             if x.op == "load":
-                return load(number[int(x.attr)], x.args, x.kind)  # type: ignore[arg-type]
+                return load(number[int(x.attr), None], x.args, x.kind)  # type: ignore[arg-type]
             if x.op == "size":
                 if x.kind != "int":
                     raise Refused(Reason.DYNAMIC, "", "lift", f"a symbolic number {x.attr}")
@@ -317,7 +319,7 @@ class _Spec:
             return rename.get(x)
 
         done = lambda e: rewrite(e, final_name)
-        access = lambda level: Access(number[level.value.number], tuple(done(x) for x in level.index))
+        access = lambda level: Access(number[level.value.number, level.narrowed], tuple(done(x) for x in level.index))
         product = self.parts.lift.dots[self.main][0].dtype
         wide = lambda n: (casts[n] or tensors[n].dtype)
         spec = AttentionSpec(
