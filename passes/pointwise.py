@@ -12,6 +12,7 @@ import torch
 
 from ..program import FALSE, TRUE, Expr, apply, axis, const, depends, loads, where
 from .trace import Call, Value, aten, length, number
+from .views import clamped
 
 if TYPE_CHECKING:
     from .lift import Lift
@@ -257,8 +258,8 @@ def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     base, source, dim, start, _end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 2:])
     if step != 1:
         raise lift.no_rule("assignment to a strided slice")
-    begin = number(start or 0)
-    begin = lift.simplify(where(apply("lt", begin, const(0)), apply("add", begin, base.shape[dim]), begin))
+    dim %= len(index)
+    begin = clamped(lift, number(start or 0), base.shape[dim])
     at = lift.simplify(apply("sub", index[dim], begin))
     inside = lift.simplify(apply("and", apply("ge", at, const(0)), apply("lt", at, source.shape[dim])))
     return _choose(lift, value, inside, (source, (*index[:dim], at, *index[dim + 1:])), (base, index))
@@ -339,8 +340,11 @@ def _gather(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.embedding.default)
 def _embedding(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """embedding(w, a)[i, d] = w[a[i], d]"""
+    """embedding(w, a)[i, d] = w[a[i], d], unless some rows have a gradient of their own"""
     table, chosen = call.args[:2]
+    padding, scaled = (*call.args[2:], *(-1, False, False)[len(call.args) - 2:])[:2]
+    if padding != -1 or scaled:
+        raise lift.no_rule("an embedding with a padding row")
     return lift.at(table, (lift.simplify(lift.at(chosen, index[:-1])), index[-1]))
 
 

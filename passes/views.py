@@ -5,6 +5,7 @@ defines what attnfuse understands; docs/add-a-rule.md shows how to extend it.
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +95,12 @@ def _select(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, 
 @view(aten.slice.Tensor)
 def _slice(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
     """x[2::3][i] = x[2 + 3·i]"""
-    source, dim, start, _end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 1:])
+    source, dim, start, end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 1:])
     dim %= len(source.shape)
-    begin = _wrapped(lift, number(start or 0), source.shape[dim])
-    begin = lift.simplify(apply("min", begin, source.shape[dim]))
+    if step == 1 and (end is None or isinstance(end, int) and end >= sys.maxsize):     # what is left of the end, however far it counts
+        begin = lift.simplify(apply("sub", source.shape[dim], value.shape[dim]))
+    else:
+        begin = clamped(lift, number(start or 0), source.shape[dim])
     at = lift.simplify(apply("add", begin, apply("mul", const(step), index[dim])))
     return source, (*index[:dim], at, *index[dim + 1:])
 
@@ -106,6 +109,12 @@ def _wrapped(lift: Lift, at: Expr, size: Expr) -> Expr:
     """An index that may count from the end."""
     negative = lift.simplify(apply("lt", at, const(0)))
     return lift.simplify(apply("where", negative, apply("add", at, size), at))
+
+
+def clamped(lift: Lift, start: Expr, size: Expr) -> Expr:
+    """Where a slice begins: it may count from the end, and stops at either end."""
+    begin = lift.simplify(apply("min", _wrapped(lift, start, size), size))
+    return begin if start.op == "const" and start.attr >= 0 else lift.simplify(apply("max", const(0), begin))  # type: ignore[operator]
 
 
 @view(aten.split_with_sizes.default)
