@@ -92,6 +92,6 @@ def observed(candidate: Candidate) -> Node | None:
                 continue
             if node in nodes.mutated(user) and all(u is candidate.product or u in candidate.carried for u in user.users):
                 continue                              # an in-place step of the chain itself: `region` looks after who else sees it
-            if user.users or user.op == "output" or nodes.mutated(user):
+            if not nodes.dead_end(user):
                 return user
     return None

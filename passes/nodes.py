@@ -34,6 +34,9 @@ _OUT_OF_PLACE = frozenset({"__getitem__", "__matmul__", "__mul__", "__rmul__", "
 _INPLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
                                 "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 
+_MOST_DEAD = 16
+"""Dead code longer than this is taken for live."""
+
 
 def name(node: Node) -> str:
     """The operation's bare name: ``softmax`` for F.softmax, Tensor.softmax and aten.softmax.int alike; a leaf module's class in lower case."""
@@ -110,6 +113,16 @@ def storage(node: Node) -> int | None:
 def inputs(node: Node) -> list[Node]:
     """All nodes among the arguments."""
     return list(node.all_input_nodes)
+
+
+def dead_end(node: Node) -> list[Node]:
+    """A node and everything made from it, where nothing comes of it: calls without effects whose results nobody uses. Else nothing."""
+    found = [node]
+    for n in found:
+        if n.op == "output" or n.is_impure() or mutated(n) or not is_builtin(n) or len(found) > _MOST_DEAD:
+            return []
+        found += [u for u in n.users if u not in found]
+    return found
 
 
 def source_line(node: Node) -> str:

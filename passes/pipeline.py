@@ -1,6 +1,6 @@
 """The way of a graph through the passes, and what happens when one of them says no.
 
-    find → slice_region → understand (replay, record, lift) → splice → sweep
+    expand → find → slice_region → understand (replay, record, lift) → splice → sweep
 
 Invariant: the input graph is never changed; the output graph is well formed and equal in meaning; whatever goes wrong
 with one site leaves that site as it was, with its reason in the report.
@@ -25,6 +25,7 @@ from ..report import PassRecord, Report, Site
 from ..settings import Settings
 from . import nodes, verify
 from .assemble import Lifted, assemble
+from .expand import Expansion, expand, opaque, settle
 from .find import Candidate, find
 from .region import GraphFacts, Region, scores_observer, slice_region
 from .replace import replace, sweep
@@ -40,6 +41,7 @@ class State:
 
     gm: GraphModule
     settings: Settings
+    expansions: list[Expansion] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
     regions: dict[Node, Region] = field(default_factory=dict)          # by anchor and product
     lifted: dict[Node, Lifted] = field(default_factory=dict)
@@ -74,7 +76,7 @@ def run(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
 
 def _run(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
     report = Report()
-    if not any(find(g) for g in _graphs(gm)):
+    if not any(find(g) or opaque(g) for g in _graphs(gm)):
         return gm, report
     whole = _copied(gm)
     if settings.dump:
@@ -128,9 +130,19 @@ def _copied(gm: GraphModule) -> GraphModule:
 
 # ---- the passes: each takes the state, changes it, and returns a remark
 
+def _expand(state: State) -> str:
+    """Take apart the calls that hide an attention; one that can't be is a candidate that was refused."""
+    for call in opaque(state.gm):
+        c = Candidate(call, None)
+        _guarded(state, c, "expand", lambda c=c: state.expansions.append(expand(state.gm, c.anchor)))
+    return f"{len(state.expansions)} calls taken apart"
+
+
 def _find(state: State) -> str:
     """Collect the candidates."""
-    state.candidates = find(state.gm)
+    position = {n: k for k, n in enumerate(state.gm.graph.nodes)}
+    hidden = [Candidate(n, None, refusal=r) for n, r in state.refused.items()]
+    state.candidates = sorted([*hidden, *find(state.gm)], key=lambda c: position[c.anchor])
     for c in state.candidates:
         if c.refusal is not None:
             state.refused[_key(c)] = c.refusal
@@ -203,14 +215,17 @@ def _splice(state: State, key: Node) -> None:
 
 
 def _sweep(state: State) -> str:
-    """Erase what only the replaced chains needed, and check the graph."""
-    gone = sweep(state.gm, state.done)
+    """Erase what only the replaced chains needed, put back calls that were taken apart for nothing, and check the graph."""
+    done = {r.product for r in state.done}
+    spare = [n for e in state.expansions for n in settle(state.gm, e, rewritten=not done.isdisjoint(e.made))]
+    spare += [n for r in state.done for made in r.body for user in made.users for n in nodes.dead_end(user)]
+    gone = sweep(state.gm, state.done, spare)
     verify.sound(state.gm)
     state.gm.recompile()
     return f"{gone} nodes erased"
 
 
-PIPELINE: tuple[Callable[[State], str], ...] = (_find, _region, _lift, _replace, _sweep)
+PIPELINE: tuple[Callable[[State], str], ...] = (_expand, _find, _region, _lift, _replace, _sweep)
 
 
 def _key(c: Candidate) -> Node:

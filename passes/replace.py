@@ -6,6 +6,7 @@ After:   a = attnfuse.attention([q, k.T, v], [B, H, T, T, D, D], None, spec);  o
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted) -> Node:
     local = [*region.inputs, *region.body]
     with graph.inserting_before(product):
         operands = [_cast(graph, local[n], dtype) for n, dtype in zip(lifted.operands, lifted.casts, strict=True)]
-        lengths = _Lengths(graph, [local[n] for n in lifted.operands], product)
+        lengths = Lengths(graph, [local[n] for n in lifted.operands], product)
         sizes = [lengths.node(s) for s in lifted.sizes]
         seed = _seed(graph, operands[0]) if lifted.spec.dropouts else None
         call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, lifted.spec.to_json()), product)
@@ -69,7 +70,7 @@ def _seed(graph: Graph, like: Node) -> Node:
     return made
 
 
-class _Lengths:
+class Lengths:
     """Makes the integers of a call: numbers as they are, symbols from a node that holds them or from a tensor's shape."""
 
     def __init__(self, graph: Graph, operands: list[Node], place: Node) -> None:
@@ -96,7 +97,7 @@ class _Lengths:
         operation = _INTEGER.get(expr.op)
         if operation is None:
             raise Refused(Reason.DYNAMIC, self.place.name, "replace", f"no value at hand for the length {expr}")
-        return self.graph.call_function(operation, tuple(self.node(a) for a in expr.args))
+        return _call(self.graph, operation, tuple(self.node(a) for a in expr.args), self.operands[0])
 
     def _earlier(self) -> list[Node]:
         out: list[Node] = []
@@ -112,13 +113,13 @@ _INTEGER: dict[str, Any] = {"add": operator.add, "sub": operator.sub, "mul": ope
                             "mod": operator.mod, "neg": operator.neg, "min": torch.sym_min, "max": torch.sym_max}
 
 
-def sweep(gm: GraphModule, regions: list[Region]) -> int:
+def sweep(gm: GraphModule, regions: list[Region], spare: Iterable[Node] = ()) -> int:
     """Erase the nodes of replaced chains that nothing uses any more; returns how many.
 
-    Only nodes of the slices go: an in-place operation of a slice changes memory that the slice itself made and that nobody
+    Only nodes of the slices (and `spare` ones) go: an in-place operation of a slice changes memory that the slice itself made and that nobody
     outside sees (`region` has checked this), so it is dead once its result and every other view of that memory are.
     """
-    body = {n for r in regions for n in r.body}
+    body = {n for r in regions for n in r.body} | set(spare)
     gone = 0
     again = True
     while again:
