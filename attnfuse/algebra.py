@@ -18,6 +18,8 @@ import sympy
 from .program import FALSE, OPS, TRUE, Expr, apply, axis, const, depends, size, substitute, walk
 
 FLOAT32_MAX = 3.4028234663852886e38
+LONGEST = 1 << 24
+"""No axis is longer: a bound for arithmetic in narrow integers."""
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg"})
 _NONE = (None, None)
 Bounds = tuple[sympy.Expr | None, sympy.Expr | None]
@@ -43,6 +45,7 @@ class Algebra:
     def __init__(self, lengths: Mapping[str, Expr] | None = None, least: Mapping[str, int] | None = None) -> None:
         self.lengths = dict(lengths or {})
         self.least = dict(least or {})
+        self.loaded: dict[int, tuple[int, int]] = {}       # operand → least and greatest value of its elements, where known
         self._atoms: dict[sympy.Symbol, Expr] = {}
         self._done: dict[Expr, Expr] = {}
         self._polys: dict[Expr, sympy.Expr] = {}
@@ -186,7 +189,26 @@ class Algebra:
             return base, base           # kept as a symbol: nonnegative() knows its least value
         if expr.op == "int" and expr.args[0].kind == "bool":
             return sympy.Integer(0), sympy.Integer(1)
+        if expr.op == "load" and expr.attr in self.loaded:
+            low, high = self.loaded[expr.attr]  # type: ignore[index]
+            return sympy.Integer(low), sympy.Integer(high)
         return _NONE
+
+    def extreme(self, poly: sympy.Expr, sign: int) -> int | None:
+        """The greatest (sign 1) or least (-1) value of a polynomial in sizes, if no size exceeds `LONGEST`; None where unknown."""
+        total = 0
+        for term in sympy.Add.make_args(sympy.expand(poly)):
+            factor, rest = term.as_coeff_Mul()
+            sizes = [f.as_base_exp() for f in sympy.Mul.make_args(rest) if f != 1]
+            if not factor.is_Integer or any(not self._is_length(base) for base, _ in sizes):
+                return None
+            if not sizes or factor * sign > 0:
+                total += int(factor) * LONGEST ** sum(int(power) for _, power in sizes)
+        return total
+
+    def _is_length(self, base: sympy.Expr) -> bool:
+        expr = self._atoms.get(base)  # type: ignore[arg-type]
+        return expr is not None and expr.op == "size" and self.nonnegative(base)
 
     def nonnegative(self, poly: sympy.Expr) -> bool:
         """Whether a polynomial in sizes is proven to be >= 0: every coefficient is, once sizes are written as least + t."""

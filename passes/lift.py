@@ -118,7 +118,18 @@ class Lift:
         rule = POINTWISE.get(call.target)
         if rule is None:
             raise NoRule(f"{call.target} has no rule")
-        return self.simplify(rule(self, value, call, index))
+        out = self.simplify(rule(self, value, call, index))
+        if value.kind == "int" and not value.dtype.is_complex and not self._fits(out, value.dtype):
+            raise NoRule(f"{value.dtype} that may wrap around")
+        return out
+
+    def _fits(self, out: Expr, dtype: torch.dtype) -> bool:
+        """Whether an integer is proven to lie in the range of its dtype: programs know one kind of integer, and it does not wrap."""
+        if dtype == torch.int64 or out.kind == "bool":
+            return True
+        bounds = self.algebra.bounds(self.algebra.poly(as_kind(out, "int")))
+        low, high = (None if x is None else self.algebra.extreme(x, sign) for x, sign in zip(bounds, (-1, 1), strict=True))
+        return low is not None and high is not None and torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
 
     def _cheaper(self, value: Value, index: Index, out: Expr) -> Expr:
         """Formula or load? A formula over both query and key is kept while it loads no more bytes a score than the tensor."""
@@ -135,6 +146,8 @@ class Lift:
         if value.dtype.is_complex or value.dtype.itemsize > 8:
             raise NoRule(f"a tensor of {value.dtype}")
         self.values[value.number] = value
+        if value.kind == "int" and value.dtype != torch.int64:
+            self.algebra.loaded[value.number] = (torch.iinfo(value.dtype).min, torch.iinfo(value.dtype).max)
         return load(value.number, index, value.kind)  # type: ignore[arg-type]
 
     # ---- what the special rules call

@@ -62,8 +62,21 @@ _binary("sub", aten.sub.Tensor, aten.sub.Scalar)
 _binary("mul", aten.mul.Tensor, aten.mul.Scalar)
 _binary("min", aten.minimum.default)
 _binary("max", aten.maximum.default)
-_binary("pow", aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar)
 _binary("mod", aten.remainder.Tensor, aten.remainder.Scalar)
+
+
+@rule(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def _pow(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """a ** b; of integers as a product, for a power is a float"""
+    a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
+    if value.kind == "float":
+        return apply("pow", a, b)
+    if b.op != "const" or not 1 <= b.attr <= 4:  # type: ignore[operator]
+        raise lift.no_rule("a power of integers")
+    out = a
+    for _ in range(int(b.attr) - 1):  # type: ignore[arg-type]
+        out = apply("mul", out, a)
+    return out
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -143,7 +156,10 @@ def _clamp(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 def _comparison(op: str) -> None:
     def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-        return apply(op, *together(*(element(lift, x, index) for x in call.args[:2])))
+        a, b = call.args[:2]
+        if isinstance(b, int) and a.kind == "int" and not a.dtype.is_complex and not torch.iinfo(a.dtype).min <= b <= torch.iinfo(a.dtype).max:
+            raise lift.no_rule(f"{a.dtype} compared with {b}")              # which wraps around first
+        return apply(op, *together(element(lift, a, index), element(lift, b, index)))
     one.__doc__ = f"elementwise {op}"
     overloads = getattr(aten, op)
     POINTWISE.update(dict.fromkeys((overloads.Tensor, overloads.Scalar), one))
