@@ -1,6 +1,7 @@
 """What the passes ask about single nodes of a torch-level graph: names, kinds of operation, mutation, storage, source line."""
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Iterable
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"})
 SDPA = frozenset({"scaled_dot_product_attention"})
@@ -32,7 +34,8 @@ TRANSPARENT = frozenset({
 _OUT_OF_PLACE = frozenset({"__getitem__", "__matmul__", "__mul__", "__rmul__", "__rmatmul__", "__truediv__", "__add__", "__radd__", "__and__",
                            "__or__", "__sub__", "__rsub__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__"})
 _INPLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
-                                "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+                                "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__",
+                                "__ifloordiv__", "__imod__", "__ipow__"})
 
 _MOST_DEAD = 16
 """Dead code longer than this is taken for live."""
@@ -84,19 +87,52 @@ def mutated(node: Node) -> list[Node]:
     """The nodes whose tensors a call changes in place."""
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema
-        found = [a for a, s in zip(node.args, schema.arguments, strict=False) if s.alias_info is not None and s.alias_info.is_write]
-        found += [node.kwargs[s.name] for s in schema.arguments if s.alias_info is not None and s.alias_info.is_write and s.name in node.kwargs]
-        return [a for a in found if isinstance(a, Node)]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return inputs(node) if _changes_inputs(node) else []
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = next((o for o in (getattr(target, n) for n in target.overloads()) if o._schema.is_mutable), target)
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema
+        written = [s for s in schema.arguments if s.alias_info is not None and s.alias_info.is_write]
+        found = [a for a, s in zip(node.args, schema.arguments, strict=False) if s in written]
+        return _nodes([*found, *(node.kwargs[s.name] for s in written if s.name in node.kwargs)])
     called = name(node)
-    out = [a for a in torch.fx.node.map_arg(node.kwargs.get("out"), lambda n: n) or [] if isinstance(a, Node)] if isinstance(
-        node.kwargs.get("out"), (tuple, list)) else [a for a in [node.kwargs.get("out")] if isinstance(a, Node)]
+    out = _nodes([node.kwargs.get("out")])
     inplace = called in _INPLACE_OPERATORS or (called.endswith("_") and not called.endswith("__") and called not in _OUT_OF_PLACE)
-    flag = node.kwargs.get("inplace", node.args[3] if called == "dropout" and len(node.args) > 3 else False)
-    if (inplace or flag is True) and node.args and isinstance(node.args[0], Node):
-        out.append(node.args[0])
+    if inplace or _flagged_inplace(node):
+        out += _nodes([node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))])
     return out
+
+
+def _nodes(args: Any) -> list[Node]:
+    """The nodes among arguments, lists included."""
+    return [a for a in tree_leaves(args, is_leaf=lambda x: isinstance(x, Node)) if isinstance(a, Node)]
+
+
+def _flagged_inplace(node: Node) -> bool:
+    """Whether a call has an argument ``inplace=True``, by name or by place."""
+    if "inplace" in node.kwargs or not any(a is True for a in node.args):
+        return node.kwargs.get("inplace") is True
+    try:
+        places = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):                 # a method or builtin: none of these has such a flag
+        return False
+    return "inplace" in places and len(node.args) > places.index("inplace") and node.args[places.index("inplace")] is True
+
+
+def _changes_inputs(node: Node) -> bool:
+    """Whether a body that a higher-order operation calls changes what it is given."""
+    if "mutation" in getattr(node.target, "_name", str(node.target)):
+        return True
+    owner = node.graph.owning_module
+    for arg in _nodes([node.args, dict(node.kwargs)]):
+        body = getattr(owner, str(arg.target), None) if arg.op == "get_attr" and owner is not None and "." not in str(arg.target) else None
+        if isinstance(body, torch.fx.GraphModule):
+            given = {storage(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
+            if any(storage(t) in given for n in body.graph.nodes for t in mutated(n)):
+                return True
+    return False
 
 
 def storage(node: Node) -> int | None:
