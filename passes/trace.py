@@ -6,6 +6,7 @@ an argument that is a `SymInt` is kept as such, which is why this is a dispatch 
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +87,9 @@ class Record(TorchDispatchMode):
                 out = decomposition(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        elif func not in _WHOLE and _composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if func in _NOT_RECORDED:
             return out
@@ -102,6 +106,12 @@ class Record(TorchDispatchMode):
 _NOT_RECORDED = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default, aten.is_pinned.default}
 # Kept whole although PyTorch could take them apart: the lifting rules know them by their meaning.
 _WHOLE = (aten.native_dropout.default, aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default, aten.baddbmm.default, aten.logsumexp.default)
+@functools.lru_cache(maxsize=None)
+def _composite(func: Any) -> bool:
+    """Whether an operation is defined by others; under the Python dispatcher such a one may arrive whole."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 _table: dict[Any, Callable[..., Any]] = {}
 
 
@@ -188,5 +198,10 @@ def record(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any], fake_mode: A
     given: list[Value | None] = [rec.value(x) if isinstance(x, torch.Tensor) else None for x in inputs]
     # The Python dispatcher picks decompositions that keep lengths symbolic where the compiled ones (matmul's) read numbers.
     with torch.no_grad(), enable_python_dispatcher(), fake_mode, rec:
-        out = torch.func.functionalize(fn, remove="mutations")(*inputs)
+        try:
+            out = torch.func.functionalize(fn, remove="mutations")(*inputs)
+        except RuntimeError as e:
+            if "functionaliz" not in str(e):
+                raise
+            raise Refused(Reason.INPLACE, stage="region", detail=str(e)[:160]) from e       # fill_diagonal_ has no such form
     return rec, given, list(tree_map(lambda x: rec.value(x) if isinstance(x, torch.Tensor) else x, out))
