@@ -22,7 +22,7 @@ from . import nodes
 from .lift import SOFTMAXES, Level, Lift, NoRule, Softmax
 from .manual import at_key, bound, softmax_by_hand
 from .pointwise import as_kind
-from .region import Region, merge_order
+from .region import Region, memory_order, merge_order
 from .trace import Value, aten
 from .views import VIEWS
 
@@ -354,10 +354,10 @@ class _Spec:
                 raise Refused(Reason.ROW_DEPENDENT, _first(t), "lift", "an operand is computed from the scores")
 
     def _layout(self, final: dict[str, str], rank: int) -> tuple[int, ...]:
-        """Memory order of the op's result. Eager's product is contiguous; where its only consumer permutes it and makes that
-        contiguous (the usual merge of heads), the permuted order saves the copy."""
+        """Memory order of the op's result: that of the product (a fused call may give its heads interleaved). Where its only
+        consumer permutes it and makes that contiguous (the usual merge of heads), the permuted order saves the copy."""
         axes = [*(f"b{n}" for n in range(rank - 2)), "i", "e"]
-        order = merge_order(self.region.product, rank)
+        order = merge_order(self.region.product, rank) or memory_order(nodes.value(self.region.product))
         return tuple(axes.index(final[f"x{k}"]) for k in order or range(rank))
 
     def _score_nodes(self, local: dict[int, int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
@@ -220,6 +221,24 @@ def _text(body: list[Node], read: list[Node], product: Node, late: frozenset[Nod
     shape = nodes.value(product)
     layout = merge_order(product, shape.dim()) if isinstance(shape, torch.Tensor) else None
     return "\n".join([*lines, f"return {local[product]} to {layout}, changed later {[local[n] for n in local if n in late]}"])
+
+
+def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost, or None where it is not dense.
+
+    Lengths are compared as formulas: asking which of two is larger would add a guard.
+    """
+    size, stride = ([s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in sizes] for sizes in (x.shape, x.stride()))
+    left, step, order = list(range(x.dim())), sympy.Integer(1), []
+    while left:
+        # Of two with the same stride the one of length 1 comes first: it does not move the next.
+        fits = sorted((d for d in left if sympy.expand(stride[d] - step) == 0), key=lambda d: (size[d] != 1, -d))
+        if not fits:
+            return None
+        order.append(fits[0])
+        left.remove(fits[0])
+        step = step * size[fits[0]]
+    return tuple(reversed(order))
 
 
 def merge_order(product: Node, rank: int) -> tuple[int, ...] | None:
