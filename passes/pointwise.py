@@ -48,26 +48,26 @@ def together(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 
 # ---- arithmetic
 
-def _binary(op: str, *targets: Any) -> None:
+def _binary(op: str, example: str, *targets: Any) -> None:
     def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
         a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
         alpha = call.kwargs.get("alpha", 1)
         return apply(op, a, b if alpha == 1 else apply("mul", b, as_kind(number(alpha), value.kind)))
-    one.__doc__ = f"elementwise {op}; alpha multiplies the second argument"
+    one.__doc__ = f"elementwise {op}; alpha multiplies the second argument; e.g. `{example}`"
     POINTWISE.update(dict.fromkeys(targets, one))
 
 
-_binary("add", aten.add.Tensor, aten.add.Scalar)
-_binary("sub", aten.sub.Tensor, aten.sub.Scalar)
-_binary("mul", aten.mul.Tensor, aten.mul.Scalar)
-_binary("min", aten.minimum.default)
-_binary("max", aten.maximum.default)
-_binary("mod", aten.remainder.Tensor, aten.remainder.Scalar)
+_binary("add", "torch.add(x, y, alpha=2)", aten.add.Tensor, aten.add.Scalar)
+_binary("sub", "x - b", aten.sub.Tensor, aten.sub.Scalar)
+_binary("mul", "x * 3", aten.mul.Tensor, aten.mul.Scalar)
+_binary("min", "torch.minimum(x, y)", aten.minimum.default)
+_binary("max", "torch.maximum(n, n.flip(1))", aten.maximum.default)
+_binary("mod", "n % 2", aten.remainder.Tensor, aten.remainder.Scalar)
 
 
 @rule(aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def _pow(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """a ** b; of integers as a product, for a power is a float"""
+    """a ** b; of integers as a product, for a power is a float; e.g. `x ** 2`, `n ** 3`"""
     a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
     if value.kind == "float":
         return apply("pow", a, b)
@@ -79,22 +79,16 @@ def _pow(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     return out
 
 
-@rule(aten.rsub.Tensor, aten.rsub.Scalar)
-def _rsub(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """rsub(a, b) = b - a"""
-    a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
-    return apply("sub", b, a)
-
 
 @rule(aten.div.Tensor, aten.div.Scalar)
 def _div(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """a / b"""
+    """a / b; e.g. `x / 3`, `n / 2`"""
     return apply("div", *(as_kind(element(lift, x, index), "float") for x in call.args[:2]))
 
 
 @rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """a // b; truncation towards zero only where it is the same as the floor"""
+    """a // b; truncation towards zero only where it is the same as the floor; e.g. `n // 2`, `x // 0.5`"""
     a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
     mode = call.kwargs.get("rounding_mode")
     if value.kind == "float":
@@ -106,11 +100,21 @@ def _div_mode(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     raise lift.no_rule(f"division with rounding mode {mode}")
 
 
+@rule(aten.fmod.Tensor, aten.fmod.Scalar)
+def _fmod(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
+    """fmod(a, b), the remainder with the sign of a: a % b where a is not negative; e.g. `torch.arange(5).fmod(3)`"""
+    a, b = (as_kind(element(lift, x, index), value.kind) for x in call.args[:2])
+    if value.kind != "int" or lift.simplify(apply("and", apply("ge", a, const(0)), apply("ge", b, const(1)))) != TRUE:
+        raise lift.no_rule("fmod of what may be negative")
+    return apply("mod", a, b)
+
+
 def _unary(op: str, kind: str | None, *targets: Any) -> None:
     def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
         x = element(lift, call.args[0], index)
         return apply(op, as_kind(x, kind or value.kind))
-    one.__doc__ = f"elementwise {op}"
+    source = "m" if op == "not" else "x" if kind is None or op == "isnan" else "x.abs()"
+    one.__doc__ = f"elementwise {op}; e.g. `torch.{'logical_not' if op == 'not' else op}({source})`"
     POINTWISE.update(dict.fromkeys(targets, one))
 
 
@@ -124,27 +128,27 @@ _unary("not", "bool", aten.logical_not.default)
 
 @rule(aten.floor.default, aten.ceil.default, aten.round.default)
 def _rounding(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """floor(x); nothing to do for integers"""
+    """floor(x); nothing to do for integers; e.g. `x.floor()`, `x.round()`"""
     x = element(lift, call.args[0], index)
     return apply(call.target._schema.name.split("::")[1], x) if x.kind == "float" else x
 
 
 @rule(aten.reciprocal.default)
 def _reciprocal(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """1 / x"""
+    """1 / x; e.g. `x.reciprocal()`"""
     return apply("div", const(1.0), as_kind(element(lift, call.args[0], index), "float"))
 
 
 @rule(aten.relu.default)
 def _relu(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """max(x, 0)"""
+    """max(x, 0); e.g. `torch.ops.aten.relu.default(x)`"""
     x = element(lift, call.args[0], index)
     return apply("max", x, as_kind(const(0), x.kind))
 
 
 @rule(aten.clamp.default, aten.clamp.Tensor)
 def _clamp(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """min(max(x, low), high)"""
+    """min(max(x, low), high); e.g. `x.clamp(-1, 1)`, `n.clamp(min=1)`"""
     x = as_kind(element(lift, call.args[0], index), value.kind)
     low, high = (*call.args[1:], *(call.kwargs.get(k) for k in ("min", "max")[len(call.args) - 1:]))
     if low is not None:
@@ -160,7 +164,7 @@ def _comparison(op: str) -> None:
         if isinstance(b, int) and a.kind == "int" and not a.dtype.is_complex and not torch.iinfo(a.dtype).min <= b <= torch.iinfo(a.dtype).max:
             raise lift.no_rule(f"{a.dtype} compared with {b}")              # which wraps around first
         return apply(op, *together(element(lift, a, index), element(lift, b, index)))
-    one.__doc__ = f"elementwise {op}"
+    one.__doc__ = f"elementwise {op}; e.g. `torch.{op}(x, y)`, `torch.{op}(n, 1)`"
     overloads = getattr(aten, op)
     POINTWISE.update(dict.fromkeys((overloads.Tensor, overloads.Scalar), one))
 
@@ -175,7 +179,7 @@ def _logical(op: str, *targets: Any) -> None:
         if value.kind != "bool":
             raise lift.no_rule("bit operations on integers")
         return apply(op, *(as_kind(x, "bool") for x in args))
-    one.__doc__ = f"logical {op}; of bools only"
+    one.__doc__ = f"logical {op}; of bools only; e.g. `{'~m' if op == 'not' else f'torch.logical_{op}(m, m[:, :1])'}`"
     POINTWISE.update(dict.fromkeys(targets, one))
 
 
@@ -187,14 +191,14 @@ _logical("not", aten.bitwise_not.default)
 
 @rule(aten.where.self)
 def _where(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """where(c, a, b)"""
+    """where(c, a, b); e.g. `torch.where(m, x, y)`, `x.masked_fill(m, -1.0)`"""
     c, a, b = (element(lift, x, index) for x in call.args)
     return where(as_kind(c, "bool"), as_kind(a, value.kind), as_kind(b, value.kind))
 
 
 @rule(aten._to_copy.default)
 def _cast(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """x.to(dtype): a change of kind; between floats a program knows only one precision"""
+    """x.to(dtype): a change of kind; between floats a program knows only one precision; e.g. `n.float()`, `m.long()`"""
     return as_kind(lift.at(call.args[0], index), value.kind)
 
 
@@ -202,26 +206,16 @@ def _cast(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.fill.Scalar, aten.new_full.default)
 def _full(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """The number it is filled with"""
+    """The number it is filled with; e.g. `torch.full((3, 4), 2.5)`, `torch.full_like(x, 3)`"""
     fill = call.args[0] if call.target is aten.scalar_tensor.default else call.args[2] if call.target is aten.new_full.default else call.args[1]
     return as_kind(number(fill), value.kind)
 
 
-@rule(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-def _zeros(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """0"""
-    return as_kind(const(0), value.kind)
-
-
-@rule(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
-def _ones(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """1"""
-    return as_kind(const(1), value.kind)
 
 
 @rule(aten.arange.start_step)
 def _arange(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """arange(a, b, c)[i] = a + c·i"""
+    """arange(a, b, c)[i] = a + c·i; e.g. `torch.arange(1, 9, 2)`, `torch.arange(3.0)`"""
     start, _end, step = (*call.args, 1)[:3]
     at = as_kind(index[0], value.kind)
     return apply("add", as_kind(number(start), value.kind), apply("mul", as_kind(number(step), value.kind), at))
@@ -231,7 +225,7 @@ def _arange(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.cat.default)
 def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """cat([x, y])[i] = x[i] where i < len(x), else y[i - len(x)]"""
+    """cat([x, y])[i] = x[i] where i < len(x), else y[i - len(x)]; e.g. `torch.cat([x, y], 1)`, `torch.cat([b, x[0]])`"""
     tensors, dim = (*call.args, 0)[:2]
     tensors = [t for t in tensors if t.shape != (const(0),) or value.shape == (const(0),)]       # legacy empty tensors
     dim %= len(value.shape)
@@ -254,7 +248,7 @@ def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.constant_pad_nd.default)
 def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """pad(x, (a, b), c)[i] = x[i - a] where 0 <= i - a < len(x), else c"""
+    """pad(x, (a, b), c)[i] = x[i - a] where 0 <= i - a < len(x), else c; e.g. `torch.nn.functional.pad(x, (1, 2), value=7.0)`, `torch.nn.functional.pad(x, (-1, 1))`"""
     source, pads, fill = (*call.args, 0)[:3]
     inside: Expr = TRUE
     at = list(index)
@@ -270,7 +264,7 @@ def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.slice_scatter.default)
 def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """y = x.clone(); y[a:b] = s  →  y[i] = s[i - a] where a <= i < b, else x[i]"""
+    """y = x.clone(); y[a:b] = s  →  y[i] = s[i - a] where a <= i < b, else x[i]; e.g. `torch.slice_scatter(x, y[1:], 0, 0, 2)`"""
     base, source, dim, start, _end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 2:])
     if step != 1:
         raise lift.no_rule("assignment to a strided slice")
@@ -280,16 +274,6 @@ def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     inside = lift.simplify(apply("and", apply("ge", at, const(0)), apply("lt", at, source.shape[dim])))
     return _choose(lift, value, inside, (source, (*index[:dim], at, *index[dim + 1:])), (base, index))
 
-
-@rule(aten.select_scatter.default)
-def _select_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """y = x.clone(); y[3] = s  →  y[i, j] = s[j] where i == 3, else x[i, j]"""
-    base, source, dim, at = call.args
-    dim %= len(index)
-    place = number(at)
-    place = where(apply("lt", place, const(0)), apply("add", place, base.shape[dim]), place)
-    inside = lift.simplify(apply("eq", index[dim], place))
-    return _choose(lift, value, inside, (source, index[:dim] + index[dim + 1:]), (base, index))
 
 
 def _choose(lift: Lift, value: Value, inside: Expr, new: tuple[Value, Index], old: tuple[Value, Index]) -> Expr:
@@ -311,13 +295,13 @@ def _inside(lift: Lift, source: Value, index: Index) -> Expr:
 
 @rule(aten.copy.default)
 def _copy(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """x.copy_(y)[i] = y[i]"""
+    """x.copy_(y)[i] = y[i]; e.g. `torch.ops.aten.copy.default(x, y)`"""
     return as_kind(element(lift, call.args[1], index), value.kind)
 
 
 @rule(aten.index.Tensor)
 def _index(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """x[a, b][i] = x[a[i], b[i]]; the index tensors broadcast, and stand where the first does if they are neighbours"""
+    """x[a, b][i] = x[a[i], b[i]]; the index tensors broadcast, and stand where the first does if they are neighbours; e.g. `x[n % 3, k]`, `x[:, k]`, `x[k[:2] - 3]`"""
     source, indices = call.args[0], list(call.args[1])
     indices += [None] * (len(source.shape) - len(indices))
     tensors = [t for t in indices if t is not None]
@@ -340,7 +324,7 @@ def _index(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.index_select.default)
 def _index_select(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """x.index_select(0, a)[i] = x[a[i]]"""
+    """x.index_select(0, a)[i] = x[a[i]]; e.g. `x.index_select(1, k)`"""
     source, dim, chosen = call.args
     dim %= len(source.shape)
     return lift.at(source, (*index[:dim], lift.simplify(lift.at(chosen, (index[dim],))), *index[dim + 1:]))
@@ -348,7 +332,7 @@ def _index_select(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.gather.default)
 def _gather(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """x.gather(1, a)[i, j] = x[i, a[i, j]]"""
+    """x.gather(1, a)[i, j] = x[i, a[i, j]]; e.g. `x.gather(1, n)`"""
     source, dim, chosen = call.args[:3]
     dim %= len(source.shape)
     return lift.at(source, (*index[:dim], lift.simplify(lift.at(chosen, index)), *index[dim + 1:]))
@@ -356,7 +340,7 @@ def _gather(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.embedding.default)
 def _embedding(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """embedding(w, a)[i, d] = w[a[i], d], unless some rows have a gradient of their own"""
+    """embedding(w, a)[i, d] = w[a[i], d], unless some rows have a gradient of their own; e.g. `torch.nn.functional.embedding(n, x)`"""
     table, chosen = call.args[:2]
     padding, scaled = (*call.args[2:], *(-1, False, False)[len(call.args) - 2:])[:2]
     if padding != -1 or scaled:
@@ -366,7 +350,7 @@ def _embedding(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.cumsum.default)
 def _cumsum(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """The running sum of what does not vary along the axis: x.cumsum(0)[i] = (i + 1)·x"""
+    """The running sum of what does not vary along the axis: x.cumsum(0)[i] = (i + 1)·x; e.g. `x[:, :1].expand(3, 5).cumsum(1)`"""
     source, dim = call.args[:2]
     dim %= len(index)
     step = lift.fresh_axis(source.shape[dim])
@@ -398,12 +382,3 @@ def _softmax(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 def _product(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """A raw dot product"""
     return lift.dot(value, call, index)
-
-
-@rule(aten.nan_to_num.default)
-def _nan_to_num(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """NaN of a finite-or-NaN value replaced"""
-    x = lift.at(call.args[0], index)
-    nan = call.args[1] if len(call.args) > 1 and call.args[1] is not None else 0.0
-    return where(apply("isnan", x), const(float(nan)), x)
-

@@ -106,10 +106,12 @@ class Record(TorchDispatchMode):
 _NOT_RECORDED = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default, aten.is_pinned.default}
 # Kept whole although PyTorch could take them apart: the lifting rules know them by their meaning.
 _WHOLE = (aten.native_dropout.default, aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default, aten.baddbmm.default, aten.logsumexp.default)
+
+
 @functools.lru_cache(maxsize=None)
 def _composite(func: Any) -> bool:
     """Whether an operation is defined by others; under the Python dispatcher such a one may arrive whole."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+    return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 _table: dict[Any, Callable[..., Any]] = {}

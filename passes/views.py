@@ -32,42 +32,29 @@ def view(*targets: Any) -> Callable[[ViewRule], ViewRule]:
 
 @view(aten.alias.default, aten.detach.default, aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 def _same(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.clone()[i] = x[i]"""
+    """x.clone()[i] = x[i]; e.g. `x.clone()`"""
     return call.args[0], index
 
 
 @view(aten.permute.default)
 def _permute(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.permute(1, 0)[i, j] = x[j, i]"""
+    """x.permute(1, 0)[i, j] = x[j, i]; e.g. `x.permute(1, 0)`"""
     source, order = call.args
     where = [o % len(order) for o in order]
     return source, tuple(index[where.index(k)] for k in range(len(order)))
 
 
-@view(aten.transpose.int)
-def _transpose(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.transpose(0, 1)[i, j] = x[j, i]"""
-    source, a, b = call.args
-    out = list(index)
-    out[a], out[b] = out[b], out[a]
-    return source, tuple(out)
-
-
-@view(aten.t.default)
-def _t(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.t()[i, j] = x[j, i]"""
-    return call.args[0], tuple(reversed(index))
 
 
 @view(aten.expand.default)
 def _expand(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x of shape (1, n): x.expand(m, n)[i, j] = x[0, j]"""
+    """x of shape (1, n): x.expand(m, n)[i, j] = x[0, j]; e.g. `x[:1].expand(5, 4)`"""
     return call.args[0], lift.broadcast(call.args[0], index)
 
 
 @view(aten.unsqueeze.default)
 def _unsqueeze(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.unsqueeze(0)[0, i] = x[i]"""
+    """x.unsqueeze(0)[0, i] = x[i]; e.g. `x.unsqueeze(1)`"""
     source, dim = call.args
     dim %= len(index)
     return source, index[:dim] + index[dim + 1:]
@@ -75,7 +62,7 @@ def _unsqueeze(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Valu
 
 @view(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 def _squeeze(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x of shape (1, n): x.squeeze(0)[i] = x[0, i]"""
+    """x of shape (1, n): x.squeeze(0)[i] = x[0, i]; e.g. `x[:1].squeeze(0)`, `x[:, 2:3].squeeze()`"""
     source = call.args[0]
     rank = len(source.shape)
     dims = range(rank) if len(call.args) == 1 else call.args[1] if isinstance(call.args[1], (list, tuple)) else [call.args[1]]
@@ -86,7 +73,7 @@ def _squeeze(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value,
 
 @view(aten.select.int)
 def _select(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.select(0, 3)[i] = x[3, i]"""
+    """x.select(0, 3)[i] = x[3, i]; e.g. `x.select(1, 3)`, `x[-1]`"""
     source, dim, at = call.args
     dim %= len(source.shape)
     return source, (*index[:dim], _wrapped(lift, number(at), source.shape[dim]), *index[dim:])
@@ -94,7 +81,7 @@ def _select(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, 
 
 @view(aten.slice.Tensor)
 def _slice(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x[2::3][i] = x[2 + 3·i]"""
+    """x[2::3][i] = x[2 + 3·i]; e.g. `x[1:, ::2]`, `x[-2:]`"""
     source, dim, start, end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 1:])
     dim %= len(source.shape)
     if step == 1 and (end is None or isinstance(end, int) and end >= sys.maxsize):     # what is left of the end, however far it counts
@@ -119,7 +106,7 @@ def clamped(lift: Lift, start: Expr, size: Expr) -> Expr:
 
 @view(aten.split_with_sizes.default)
 def _split_with_sizes(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.split([2, 3])[1][i] = x[2 + i]"""
+    """x.split([2, 3])[1][i] = x[2 + i]; e.g. `x.split([1, 3], 1)[1]`"""
     source, sizes, dim = (*call.args, 0)[:3]
     start: Expr = const(0)
     for s in sizes[:value.output]:
@@ -127,29 +114,16 @@ def _split_with_sizes(lift: Lift, value: Value, call: Call, index: Index) -> tup
     return _shifted(lift, source, dim, start, index)
 
 
-@view(aten.split.Tensor)
-def _split(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.split(4)[1][i] = x[4 + i]"""
-    source, size, dim = (*call.args, 0)[:3]
-    return _shifted(lift, source, dim, apply("mul", length(size), const(value.output)), index)
-
 
 def _shifted(lift: Lift, source: Value, dim: int, start: Expr, index: Index) -> tuple[Value, Index]:
     dim %= len(source.shape)
     return source, (*index[:dim], lift.simplify(apply("add", start, index[dim])), *index[dim + 1:])
 
 
-@view(aten.unbind.int)
-def _unbind(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x.unbind(0)[1][i] = x[1, i]"""
-    source, dim = (*call.args, 0)[:2]
-    dim %= len(source.shape)
-    return source, (*index[:dim], const(value.output), *index[dim:])
-
 
 @view(aten.flip.default)
 def _flip(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x of length n: x.flip(0)[i] = x[n - 1 - i]"""
+    """x of length n: x.flip(0)[i] = x[n - 1 - i]; e.g. `x.flip(1)`"""
     source, dims = call.args
     out = list(index)
     for d in dims:
@@ -159,7 +133,7 @@ def _flip(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, In
 
 @view(aten.repeat.default)
 def _repeat(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x of length n: x.repeat(3)[i] = x[i % n]"""
+    """x of length n: x.repeat(3)[i] = x[i % n]; e.g. `x.repeat(2, 3)`"""
     source = call.args[0]
     own = index[len(index) - len(source.shape):]
     return source, tuple(lift.simplify(apply("mod", x, s)) for x, s in zip(own, source.shape, strict=True))
@@ -167,7 +141,7 @@ def _repeat(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, 
 
 @view(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
-    """x of shape (m, n): x.view(m·n)[i] = x[i // n, i % n]"""
+    """x of shape (m, n): x.view(m·n)[i] = x[i // n, i % n]; e.g. `x.view(12)`, `x.view(2, 6)`"""
     source = call.args[0]
     return source, reshaped(lift, value.shape, source.shape, index)
 
