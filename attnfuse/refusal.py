@@ -9,6 +9,7 @@ class Reason(Enum):
     """Why a candidate was not rewritten; the value is the sentence that users read."""
 
     NO_VALUE_PRODUCT = "no product with values follows the softmax"
+    HEADS_MIXED = "a layer mixes the weights of several heads before they meet the values"
     NO_SCORE_PRODUCT = "the scores are not a product of queries and keys"
     SOFTMAX_AXIS = "the softmax does not run over the axis that the value product sums over"
     AXIS_ROLES = "the roles of the axes (query, key, depth) could not be proven"

@@ -68,25 +68,24 @@ def expand(gm: GraphModule, call: Node) -> Expansion:
     return Expansion(call, outputs, stands, [n for n in gm.graph.nodes if n not in before])
 
 
-def settle(gm: GraphModule, expansion: Expansion, *, rewritten: bool) -> set[Node]:
-    """Erase the call if its attention was rewritten, else give its users back to it; returns the nodes that may go once unused."""
+def settle(expansion: Expansion, *, rewritten: bool) -> set[Node]:
+    """Give a call its users back, unless its attention was rewritten; returns the nodes that may go where nothing uses them."""
+    call = expansion.call
     if rewritten:
-        for n in [*expansion.call.users, expansion.call]:
-            gm.graph.erase_node(n)
-    else:
-        expansion.result.replace_all_uses_with(expansion.outputs[0])
+        return {call, *expansion.made, *(n for user in call.users for n in nodes.dead_end(user))}
+    expansion.result.replace_all_uses_with(expansion.outputs[0])
     return set(expansion.made)
 
 
 def _outputs(call: Node) -> list[Node]:
-    """The nodes that are the attention's output. The weights may be asked for, but not looked at."""
+    """The nodes that are the attention's output. The weights may be asked for, but nothing may come of them."""
     if nodes.name(call) == "_transformer_encoder_layer_fwd":
         return [call]
     outputs: list[Node] = []
     for user in call.users:
         if user.target is operator.getitem and user.args[1] in (0, -2):
             outputs.append(user)
-        elif user.target is not operator.getitem or user.users:
+        elif user.target is not operator.getitem or not nodes.dead_end(user):
             reader = next(iter(user.users), user)
             raise Refused(Reason.WEIGHTS_USED, reader.name, "expand", f"by {nodes.name(reader)}")
     if not outputs:

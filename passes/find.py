@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule, Node
 
 from ..refusal import Reason, Refusal
@@ -49,9 +50,19 @@ def find(gm: GraphModule) -> list[Candidate]:
 
 def _follow(anchor: Node) -> list[Candidate]:
     """The value products that a softmax's weights reach."""
-    reached: dict[Node, list[Node]] = {anchor: []}       # node → how it was reached
-    products: list[Node] = []
-    queue = [(anchor, 0)]
+    products, reached, ends = _reach(anchor)
+    if products:
+        return [Candidate(anchor, p, _between(anchor, p, reached)) for p in products]
+    mixer = _mixer(anchor, ends)
+    if mixer is not None:
+        return [Candidate(anchor, None, refusal=Refusal(Reason.HEADS_MIXED, mixer.name, "find", f"by {nodes.name(mixer)}"))]
+    return [Candidate(anchor, None, refusal=Refusal(Reason.NO_VALUE_PRODUCT, anchor.name, "find"))]
+
+
+def _reach(start: Node) -> tuple[list[Node], set[Node], list[Node]]:
+    """The products that a value reaches through light operations, these operations, and the heavy ones where it ends."""
+    reached, products, ends = {start}, [], []
+    queue = [(start, 0)]
     while queue:
         node, depth = queue.pop(0)
         for user in node.users:
@@ -59,15 +70,21 @@ def _follow(anchor: Node) -> list[Candidate]:
             if called in nodes.CONTRACTION:
                 if user not in products:
                     products.append(user)
-            elif user.op != "output" and called not in nodes.HEAVY and called not in nodes.SOFTMAX and called not in _OBSERVERS and \
-                    nodes.is_builtin(user) and depth < _REACH:
-                if user not in reached:
-                    reached[user] = []
-                    queue.append((user, depth + 1))
-                reached[user].append(node)
-    if not products:
-        return [Candidate(anchor, None, refusal=Refusal(Reason.NO_VALUE_PRODUCT, anchor.name, "find"))]
-    return [Candidate(anchor, p, _between(anchor, p, set(reached))) for p in products]
+            elif called in nodes.HEAVY:
+                ends.append(user)
+            elif user.op != "output" and called not in nodes.SOFTMAX and called not in _OBSERVERS and \
+                    nodes.is_builtin(user) and depth < _REACH and user not in reached:
+                reached.add(user)
+                queue.append((user, depth + 1))
+    return products, reached, ends
+
+
+def _mixer(anchor: Node, ends: list[Node]) -> Node | None:
+    """The layer over the heads ("talking heads") behind which weights [batch, head, query, key] reach a product after all."""
+    weights = nodes.value(anchor)
+    if not isinstance(weights, torch.Tensor) or weights.dim() != 4:
+        return None
+    return next((n for n in ends if nodes.name(n) in ("linear", "conv2d") and _reach(n)[0]), None)
 
 
 def _between(anchor: Node, product: Node, reached: set[Node]) -> frozenset[Node]:

@@ -160,6 +160,8 @@ class Lift:
         offset = index[dim] if alone else self.simplify(apply("sub", index[dim], axis("j")))
         others = tuple(x for k, x in enumerate(index) if k != dim)
         if offset.op != "const" or any("j" in depends(x) for x in others):
+            if any(a.startswith("t") for a in depends(index[dim])):       # a bound variable: of a sum over the weights
+                raise Refused(Reason.WEIGHT_PROGRAM, _name(value), "lift", "a sum or maximum over the weights")
             raise Refused(Reason.SOFTMAX_AXIS, _name(value), "lift", f"softmax over dimension {dim}")
         here = Softmax(value, call, index, dim, int(offset.attr))  # type: ignore[arg-type]
         if self.found is not None and (self.found.value is not value or self.found.index != index):

@@ -217,7 +217,7 @@ def _splice(state: State, key: Node) -> None:
 def _sweep(state: State) -> str:
     """Erase what only the replaced chains needed, put back calls that were taken apart for nothing, and check the graph."""
     done = {r.product for r in state.done}
-    spare = [n for e in state.expansions for n in settle(state.gm, e, rewritten=not done.isdisjoint(e.made))]
+    spare = [n for e in state.expansions for n in settle(e, rewritten=not done.isdisjoint(e.made))]
     spare += [n for r in state.done for made in r.body for user in made.users for n in nodes.dead_end(user)]
     gone = sweep(state.gm, state.done, spare)
     verify.sound(state.gm)

@@ -473,6 +473,30 @@ def no_product_after(q, k, v):
     return (q @ t(k)).softmax(-1).sum(-1) + v.sum()
 
 
+@case(inputs=plus(qkv, lambda g: rn(g, H, H)), reason=Reason.HEADS_MIXED)
+def talking_heads(q, k, v, w):
+    """weights of all heads go through a linear layer over the heads"""
+    p = (q @ t(k)).softmax(-1)
+    return F.linear(p.permute(0, 2, 3, 1), w).permute(0, 3, 1, 2) @ v
+
+
+@case(inputs=plus(qkv, lambda g: rn(g, H, H, 1, 1)), reason=Reason.HEADS_MIXED)
+def talking_heads_by_convolution(q, k, v, w):
+    return F.conv2d((q @ t(k)).softmax(-1), w) @ v
+
+
+@case(inputs=lambda g: (rn(g, B, LQ, D), rn(g, 5, D), rn(g, D, 5)), reason=Reason.NO_VALUE_PRODUCT)
+def router_before_a_layer(x, w, u):
+    """no heads that a layer could mix"""
+    return F.linear(F.linear(x, w).softmax(-1), u) @ x.mT
+
+
+@case(inputs=plus(qkv, lambda g: rn(g, B, H, LQ, LK).abs()), reason=Reason.WEIGHT_PROGRAM)
+def normalised_once_more(q, k, v, g):
+    p = (q @ t(k)).softmax(-1) * g
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
 @case(inputs=lambda g: (*(torch.randint(-3, 4, (B, H, n, D), generator=g) for n in (LQ, LK)), rn(g, B, H, LK, DV)), reason=Reason.DTYPE, train=False)
 def integer_queries(q, k, v):
     return (q @ t(k)).float().softmax(-1) @ v

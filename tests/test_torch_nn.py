@@ -173,6 +173,21 @@ def test_weights_that_are_read_keep_the_call(average: bool) -> None:
     assert opaque(graphs) == 1
 
 
+def test_weights_of_which_nothing_comes_are_not_read() -> None:
+    model = nn.MultiheadAttention(E, H, batch_first=True).train()
+
+    def call(x: Tensor) -> Tensor:
+        out, weights = model(x, x, x)
+        weights[:, None].expand(-1, H, -1, -1)
+        return out
+
+    fused, sites, graphs = compiled(call)
+    x = torch.randn(B, T, E)
+    torch.testing.assert_close(fused(x), call(x), atol=1e-5, rtol=1e-5)
+    assert [s.rewritten for s in sites] == [True] and opaque(graphs) == 0
+    assert not [n for n in graphs[0].graph.nodes if nodes.name(n) in ("expand", "multi_head_attention_forward")]
+
+
 def test_a_call_that_is_not_rewritten_is_put_back_whole() -> None:
     """One of two calls is refused by a later pass, and is then in the graph as it was, with nothing left of its parts."""
     class Two(nn.Module):
