@@ -174,10 +174,9 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     if arguments is None:
         return None
     shape = [*arguments.query.shape[:3], arguments.value.shape[3]]
-    dense = grad_out.reshape(shape)
-    dense = dense if dense.stride(-1) == 1 else dense.contiguous()
-    grads = _FUSED_BACKWARD(dense, arguments.query, arguments.key, arguments.value, out.reshape(shape), stats[..., 0].reshape(shape[:3]),
-                            0.0, plan.causal, attn_mask=arguments.mask, scale=plan.scale)
+    rows = lambda x: x if x.stride(-1) == 1 else x.contiguous()            # the kernel takes the last dimension to be contiguous
+    grads = _FUSED_BACKWARD(rows(grad_out.reshape(shape)), arguments.query, arguments.key, arguments.value, rows(out.reshape(shape)),
+                            stats[..., 0].reshape(shape[:3]), 0.0, plan.causal, attn_mask=arguments.mask, scale=plan.scale)
     results: list[torch.Tensor | None] = [None] * len(operands)
     split = arguments.call.spec
     for n, access, columns, grad in zip(numbers, (split.query, split.key, split.value), (("i", "d"), ("j", "d"), ("j", "e")), grads, strict=True):
