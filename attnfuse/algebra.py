@@ -74,6 +74,8 @@ class Algebra:
 
     def _divide(self, op: str, a: sympy.Expr, n: sympy.Expr) -> sympy.Expr:
         """Take out of a // n or a % n every term that n divides; drop the rest where it is proven to lie in [0, n)."""
+        if n == 0:                                     # a length of an empty tensor: no element asks for the value
+            return _FloorDiv(a, n) if op == "floordiv" else _Mod(a, n)
         whole, rest = sympy.Integer(0), sympy.Integer(0)
         for term in sympy.Add.make_args(a):
             ratio = sympy.cancel(term / n)
