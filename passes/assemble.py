@@ -35,12 +35,13 @@ _MOST_EXTRA_TERMS = 16
 @dataclass(frozen=True)
 class Lifted:
     """A spec and how to call it: which of the slice's nodes are the operands (numbered inputs first, then body), to which
-    dtype they are cast, the integers of the call over the graph's length symbols, the order of the result's dimensions
+    dtype they are cast, the symbolic floats that follow them as tensors of no dimensions, the integers of the call over the graph's length symbols, the order of the result's dimensions
     that gives back the product's, and the nodes that carry the raw scores."""
 
     spec: AttentionSpec
     operands: tuple[int, ...]
     casts: tuple[torch.dtype | None, ...]
+    numbers: tuple[Expr, ...]
     sizes: tuple[Expr, ...]
     permutation: tuple[int, ...]
     scores: tuple[int, ...]
@@ -308,13 +309,15 @@ class _Spec:
         self._check_tensors(tensors, (q, k, v))
         symbols = {s: name for name in reversed(order) for s in [axes[name]] if s.op == "size"}
         scalars: dict[Expr, str] = {}
+        numbers: dict[Expr, int] = {}                  # a float that Dynamo keeps symbolic is handed over as a tensor of no dimensions
 
         def final_name(x: Expr) -> Expr | None:
             if x.op == "load":
                 return load(number[int(x.attr), None], x.args, x.kind)  # type: ignore[arg-type]
             if x.op == "size":
-                if x.kind != "int":
-                    raise Refused(Reason.DYNAMIC, "", "lift", f"a symbolic number {x.attr}")
+                if x.kind == "float":
+                    numbers.setdefault(x, len(tensors) + len(numbers))
+                    return load(numbers[x], (), "float")
                 return size(symbols[x]) if x in symbols else size(scalars.setdefault(x, f"n{len(scalars)}"))
             return rename.get(x)
 
@@ -322,11 +325,12 @@ class _Spec:
         access = lambda level: Access(number[level.value.number, level.narrowed], tuple(done(x) for x in level.index))
         product = self.parts.lift.dots[self.main][0].dtype
         wide = lambda n: (casts[n] or tensors[n].dtype)
+        score, weight, *extra = (done(as_kind(x, "float")) for x in programs)
+        labels = zip(_labels(tensors, (q, k, v)), tensors, strict=True)
+        operands = [Operand(name, str(wide(n)).removeprefix("torch."), len(t.shape)) for n, (name, t) in enumerate(labels)]
         spec = AttentionSpec(
-            batch=tuple(order[:len(batch)]),
-            operands=tuple(Operand(name, str(wide(n)).removeprefix("torch."), len(t.shape)) for n, (name, t) in enumerate(zip(_labels(tensors, (q, k, v)), tensors, strict=True))),
-            query=access(q), key=access(k), value=access(v), score=done(score), weight=done(weight),
-            extra_terms=tuple(done(as_kind(x, "float")) for x in self.parts.extra),
+            batch=tuple(order[:len(batch)]), operands=(*operands, *(Operand(f"c{n}", "float64", 0) for n in range(len(numbers)))),
+            query=access(q), key=access(k), value=access(v), score=score, weight=weight, extra_terms=tuple(extra),
             empty_rows="zero" if (self.parts.softmax and self.parts.softmax.call.target is aten._safe_softmax.default) or self.settings.fully_masked_rows == "zero" else "nan",
             qk_dtype=str(product).removeprefix("torch."), pv_dtype=str(self.parts.product.dtype).removeprefix("torch."),
             out_dtype=str(self.out.dtype).removeprefix("torch."), scalars=tuple(scalars.values()),
@@ -335,7 +339,7 @@ class _Spec:
             raise Refused(Reason.UNKNOWN_OP, "", "lift", "the score program grew too large")
         local = {id(n): k for k, n in enumerate([*self.region.inputs, *self.region.body])}
         inverse = [spec.out_axes.index(final[f"x{n}"]) for n in range(rank)]
-        return Lifted(spec, tuple(local[id(t.nodes[0])] for t in tensors), tuple(casts),
+        return Lifted(spec, tuple(local[id(t.nodes[0])] for t in tensors), tuple(casts), tuple(numbers),
                       tuple(axes[name] for name in order) + tuple(scalars), tuple(inverse), self._score_nodes(local))
 
     def _check_tensors(self, tensors: list[Value], products: tuple[Level, ...]) -> None:

@@ -17,7 +17,7 @@ from ..refusal import Reason, Refused
 from . import nodes
 from .assemble import Lifted
 from .region import Region
-from .trace import length
+from .trace import length, number
 
 _SEED_BOUND = 2 ** 62
 
@@ -31,6 +31,7 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted) -> Node:
         operands = [_cast(graph, local[n], dtype) for n, dtype in zip(lifted.operands, lifted.casts, strict=True)]
         lengths = Lengths(graph, [local[n] for n in lifted.operands], product)
         sizes = [lengths.node(s) for s in lifted.sizes]
+        operands += [_number(graph, lengths.number(x), operands[0]) for x in lifted.numbers]
         seed = _seed(graph, operands[0]) if lifted.spec.dropouts else None
         call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, lifted.spec.to_json()), product)
         out = _call(graph, operator.getitem, (call, 0), product)
@@ -58,6 +59,15 @@ def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
 def _cast(graph: Graph, node: Node, dtype: torch.dtype | None) -> Node:
     """A cast that autocast would have made between the lines becomes one in the graph."""
     return node if dtype is None else _call(graph, torch.Tensor.to, (node, dtype), node)
+
+
+def _number(graph: Graph, node: Node, like: Node) -> Node:
+    """A symbolic float as a tensor of no dimensions: a new value needs no new kernel."""
+    device = nodes.value(like).device
+    made = graph.call_function(torch.scalar_tensor, (node,), {"dtype": torch.float64, "device": device})
+    with nodes.value(like).fake_mode:
+        made.meta["example_value"] = torch.scalar_tensor(nodes.value(node), dtype=torch.float64, device=device)
+    return made
 
 
 def _seed(graph: Graph, like: Node) -> Node:
@@ -98,6 +108,14 @@ class Lengths:
         if operation is None:
             raise Refused(Reason.DYNAMIC, self.place.name, "replace", f"no value at hand for the length {expr}")
         return _call(self.graph, operation, tuple(self.node(a) for a in expr.args), self.operands[0])
+
+    def number(self, expr: Expr) -> Node:
+        """The node whose value is a symbolic float."""
+        for node in self._earlier():
+            value = nodes.value(node)
+            if isinstance(value, torch.SymFloat) and number(value) == expr:
+                return node
+        raise Refused(Reason.DYNAMIC, self.place.name, "replace", f"no value at hand for the number {expr.attr}")
 
     def _earlier(self) -> list[Node]:
         out: list[Node] = []
