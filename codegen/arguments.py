@@ -20,7 +20,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor: operand number `operand`, or one of ``"out"``, ``"stats"``, ``"seed"``."""
+    """A tensor: operand number `operand`, or the name of one that is none (``"out"``, ``"seed"``, ``"grad_out"``)."""
 
     name: str
     operand: int | str
@@ -36,7 +36,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Stride:
-    """Σ coefficient(sizes) · stride of a dimension, over `terms`; of operand number `operand` or of ``"out"``."""
+    """Σ coefficient(sizes) · stride of a dimension, over `terms`; of operand number `operand`, or of a tensor that is none."""
 
     name: str
     operand: int | str
@@ -123,11 +123,11 @@ def evaluate(expr: Expr, sizes: Mapping[str, int]) -> int:
 
 
 def number(argument: Integer, sizes: Mapping[str, int], shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]],
-           out_strides: Sequence[int]) -> int:
-    """What the host passes for an argument."""
+           own: Mapping[str, Sequence[int]]) -> int:
+    """What the host passes for an argument; `own` holds the strides of what is not an operand."""
     if isinstance(argument, Size):
         return sizes[argument.axis]
     if isinstance(argument, Length):
         return shapes[argument.operand][argument.dim]
-    own = out_strides if argument.operand == "out" else strides[int(argument.operand)]
-    return sum(evaluate(coefficient, sizes) * own[dim] for dim, coefficient in argument.terms)
+    steps = own[argument.operand] if isinstance(argument.operand, str) else strides[argument.operand]
+    return sum(evaluate(coefficient, sizes) * steps[dim] for dim, coefficient in argument.terms)

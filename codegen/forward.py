@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..algebra import affine
 from ..program import WEIGHT, Expr, const, depends, loads, substitute, walk
@@ -24,7 +26,7 @@ from .plan import KernelPlan, products
 from .scores import Body, Programs, level, literal, prepare
 from .writer import Writer
 
-_RESERVED = (
+RESERVED = (
     "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max "
     "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
     "stop_tile unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
@@ -50,30 +52,37 @@ def emit(spec: AttentionSpec, plan: KernelPlan) -> Kernel:
     Raises:
         Unsupported: an index map of query, key or value that is not affine in its own two axes.
     """
-    return _Forward(spec, plan).kernel()
+    return Forward(spec, plan).kernel()
 
 
 def readable_name(spec: AttentionSpec, plan: KernelPlan) -> str:
     """A name that says what the kernel does: ``attention_forward_causal_d128_bfloat16``."""
-    bounds = analyse(spec).bounds
-    words = ["attention_forward"]
+    return "_".join(["attention_forward", *words(spec, plan)])
+
+
+def words(spec: AttentionSpec, plan: KernelPlan) -> list[str]:
+    """What the name of a kernel says of its attention."""
+    bounds, found = analyse(spec).bounds, []
     if any(b.slope and b.side == "upper" for b in bounds):
-        words.append("window" if any(b.slope and b.side == "lower" for b in bounds) else "causal")
-    words += [word for word, there in (("sinks", spec.extra_terms), ("bias", any(level(x) == "tile" for x in loads(spec.score))),
+        found.append("window" if any(b.slope and b.side == "lower" for b in bounds) else "causal")
+    found += [word for word, there in (("sinks", spec.extra_terms), ("bias", any(level(x) == "tile" for x in loads(spec.score))),
                                        ("dropout", spec.dropouts)) if there]
-    words.append(f"d{plan.depth}" + (f"x{plan.value_depth}" if plan.value_depth != plan.depth else ""))
-    return "_".join([*words, spec.operands[spec.query.operand].dtype])
+    found.append(f"d{plan.depth}" + (f"x{plan.value_depth}" if plan.value_depth != plan.depth else ""))
+    return [*found, spec.operands[spec.query.operand].dtype]
 
 
-class _Forward:
+class Forward:
     """One emission. `programs` collects arguments and hoisted lines while the loop bodies are written, so those come first."""
+
+    reserved = RESERVED
+    fixed: Literal["row", "column"] = "row"
 
     def __init__(self, spec: AttentionSpec, plan: KernelPlan) -> None:
         self.spec, self.plan = spec, plan
         self.arguments = Arguments()
-        self.names = Names(_RESERVED)
+        self.names = Names(self.reserved)
         constants = {"d": plan.depth, "e": plan.value_depth}
-        self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants)
+        self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants, self.fixed)
         self.ranges: Ranges = analyse(spec)
         self.score = prepare(spec.score, constants)
         self.inside = prepare(self.ranges.inside, constants)
@@ -81,6 +90,7 @@ class _Forward:
         self.terms = tuple(prepare(t, constants) for t in spec.extra_terms)
         self.qk_dtype, self.pv_dtype = products(spec)
         self.precision = f', input_precision="{plan.precision}"'
+        self.sweeps = self.ranges.speculative
         self._choose_exponent()
 
     def _choose_exponent(self) -> None:
@@ -101,10 +111,13 @@ class _Forward:
 
     # ---- the whole
 
+    def name(self) -> str:
+        """Of the generated function."""
+        return readable_name(self.spec, self.plan)
+
     def kernel(self) -> Kernel:
         """Write the loops first, then what they turned out to need, and put everything in order."""
-        for name, operand in (("q_ptr", self.spec.query.operand), ("k_ptr", self.spec.key.operand), ("v_ptr", self.spec.value.operand)):
-            self.arguments.pointer(name, operand)
+        self._inputs()
         which, query, bases, loops, epilogue = Writer(), Writer(), Writer(), Writer(), Writer()
         self._which_tile(which)
         self._load_query(query, bases)
@@ -112,8 +125,6 @@ class _Forward:
         self._state(loops)
         self._loops(loops)
         self._epilogue(epilogue)
-        self.arguments.pointer("out_ptr", "out")
-        self.arguments.pointer("stats_ptr", "stats")
 
         body = Writer()
         body.line(f'"""{_summary(self.spec)}"""')
@@ -122,12 +133,17 @@ class _Forward:
             body.gap("what depends on neither the query nor the key")
             body.extend(self.programs.scalars)
         self._append(body, query)
-        if self.programs.rows:
+        if self.programs.hoisted:
             body.gap("what depends on the query alone")
-            body.extend(self.programs.rows)
+            body.extend(self.programs.hoisted)
         for part in (bases, loops, epilogue):
             self._append(body, part)
         return self._wrap(body)
+
+    def _inputs(self) -> None:
+        """Pointers that come first among the arguments."""
+        for name, operand in (("q_ptr", self.spec.query.operand), ("k_ptr", self.spec.key.operand), ("v_ptr", self.spec.value.operand)):
+            self.arguments.pointer(name, operand)
 
     @staticmethod
     def _append(body: Writer, part: Writer) -> None:
@@ -137,7 +153,7 @@ class _Forward:
             body.extend(part.lines)
 
     def _wrap(self, body: Writer) -> Kernel:
-        name = readable_name(self.spec, self.plan)
+        name = self.name()
         pointers, integers = self.arguments.ordered()
         plan = self.plan
         sizes = [a.name for a in integers if isinstance(a, Size)]
@@ -169,33 +185,47 @@ class _Forward:
         else:
             w.line("tile = pid % n_tiles")
         w.line("batch = pid // n_tiles")
-        rest = "batch"
-        for number, name in reversed(list(enumerate(spec.batch))):
+        self._positions(w, "batch", [(n, self.programs.size(n)) for n in spec.batch])
+        wide = ".to(tl.int64)" if plan.index_bits == 64 else ""
+        w.line("start_m = tile * BLOCK_M")
+        w.line(f"offs_m = {'(' if wide else ''}start_m + tl.arange(0, BLOCK_M){')' if wide else ''}{wide}")
+        self._depths(w)
+        w.line("m_mask = offs_m < n_queries")
+
+    def _positions(self, w: Writer, rest: str, axes: Sequence[tuple[str, str]]) -> None:
+        """Split a row-major number into positions along axes, each given with the text of its length."""
+        for number, (name, length) in reversed(list(enumerate(axes))):
             axis = self.programs.axis(name)
             if number == 0:
                 w.line(f"{axis} = {rest}")
             elif number == 1:
-                w.line(f"{axis} = {rest} % {self.programs.size(name)}")
-                rest = f"{rest} // {self.programs.size(name)}"
+                w.line(f"{axis} = {rest} % {length}")
+                rest = f"{rest} // {length}"
             else:
                 outer = self.names.of(("outer", name), f"outer_{name}")
-                w.line(f"{axis} = {rest} % {self.programs.size(name)}")
-                w.line(f"{outer} = {rest} // {self.programs.size(name)}")
+                w.line(f"{axis} = {rest} % {length}")
+                w.line(f"{outer} = {rest} // {length}")
                 rest = outer
+
+    def _depths(self, w: Writer, names: str = "de") -> None:
+        """Positions along the head dimensions, with masks where the kernel pads them."""
+        plan = self.plan
         wide = ".to(tl.int64)" if plan.index_bits == 64 else ""
-        w.line("start_m = tile * BLOCK_M")
-        w.line(f"offs_m = {'(' if wide else ''}start_m + tl.arange(0, BLOCK_M){')' if wide else ''}{wide}")
-        w.line(f"offs_d = tl.arange(0, BLOCK_D){wide}")
-        w.line(f"offs_e = tl.arange(0, BLOCK_E){wide}")
-        w.line("m_mask = offs_m < n_queries")
         self.d_padded, self.e_padded = plan.depth < plan.block_d, plan.value_depth < plan.block_e
-        if self.d_padded:
+        for name in names:
+            w.line(f"offs_{name} = tl.arange(0, BLOCK_{name.upper()}){wide}")
+        if self.d_padded and "d" in names:
             w.line("d_mask = offs_d < HEAD_DIM")
-        if self.e_padded:
+        if self.e_padded and "e" in names:
             w.line("e_mask = offs_e < VALUE_DIM")
 
-    def _strides(self, access: Access, name: str, axes: tuple[str, str], labels: tuple[str, str]) -> list[str]:
-        """Arguments for the steps along an operand's own two axes; the summands of its base go to the returned list."""
+    def _strides(self, access: Access, name: str, axes: tuple[str, str], labels: tuple[str, str], tensor: str = "",
+                 programs: Programs | None = None) -> list[str]:
+        """Arguments for the steps along an operand's own two axes; the summands of its base go to the returned list.
+
+        `tensor` names what is addressed if it is not the operand but has its shape: its gradient. `programs` takes the lines
+        that the base needs.
+        """
         terms: dict[str, list[tuple[int, Expr]]] = {a: [] for a in axes}
         outer: list[tuple[int, Expr]] = []
         for dim, index in enumerate(access.index):
@@ -209,8 +239,8 @@ class _Forward:
             if rest != const(0):
                 outer.append((dim, rest))
         for axis, label in zip(axes, labels, strict=True):
-            self.arguments.integer(Stride(f"{name}_stride_{label}", access.operand, tuple(terms[axis])))
-        return Body(self.programs, masked=False).base_terms(access.operand, tuple(outer), name)
+            self.arguments.integer(Stride(f"{name}_stride_{label}", tensor or access.operand, tuple(terms[axis])))
+        return Body(programs or self.programs, masked=False).base_terms(access.operand, tuple(outer), name, tensor)
 
     def _load_query(self, query: Writer, bases: Writer) -> None:
         spec = self.spec
@@ -221,6 +251,10 @@ class _Forward:
         mask = "m_mask[:, None] & d_mask[None, :]" if self.d_padded else "m_mask[:, None]"
         load = f"tl.load(q_ptr + offs_m[:, None] * q_stride_m + offs_d[None, :] * q_stride_d, mask={mask}, other=0.0)"
         query.line(f"q = {load}{self._cast(spec.query, self.qk_dtype)}")
+        self._key_bases(bases)
+
+    def _key_bases(self, bases: Writer) -> None:
+        spec = self.spec
         for access, name, axes, labels in ((spec.key, "k", ("j", "d"), ("n", "d")), (spec.value, "v", ("j", "e"), ("n", "e"))):
             base = self._strides(access, name, axes, labels)
             if base:
@@ -311,12 +345,16 @@ class _Forward:
             w.gap("tiles that a bound or the end of the keys cuts" if self.bounded else "the last tile, where keys may be missing")
             with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages=1):"):
                 self._tile(w, self.score, masked=True)
-        if self.ranges.speculative:
+        if self.sweeps:
             self._sweep(w)
+
+    def _unseen(self) -> str:
+        """Whether a row saw no allowed key."""
+        return f"m_mask & (row_max <= {literal(self.masked_below)})"
 
     def _sweep(self, w: Writer) -> None:
         w.gap("A row that saw no allowed key weighs ALL keys by their filled scores, as written: let its tile visit the skipped ones.")
-        w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
+        w.line(f"unseen = {self._unseen()}")
         visited = f"tl.maximum(tl.cdiv({self.stop}, BLOCK_N) * BLOCK_N, full_stop)" if self.bounded else "full_stop"
         w.line(f"stop_tile = {visited}")
         if self.lowers:
@@ -347,7 +385,7 @@ class _Forward:
         self._columns(w, masked)
         if any("dot" in depends(x) for x in (program,)):
             self._load(w, "k", "d", masked, self.d_padded, self._cast(self.spec.key, self.qk_dtype))
-        w.extend(body.columns)
+        w.extend(body.moving)
         if "dot" in depends(program):
             w.line(f"qk = tl.dot(q, tl.trans(k){self.precision if self.qk_dtype == 'float32' else ''})")
         w.extend(before)
@@ -400,19 +438,14 @@ class _Forward:
             w.line("result = tl.where((empty & (kept == 0))[:, None], 0.0, acc / row_sum[:, None])")
         else:
             w.line("result = acc / row_sum[:, None]")
-        rank = len(spec.batch)
-        terms = []
-        for dim, name in enumerate(spec.batch):
-            stride = self.names.of(("out", dim), f"out_stride_{dim}")
-            self.arguments.integer(Stride(stride, "out", ((dim, const(1)),)))
-            terms.append(f"{self.programs.axis(name)}.to(tl.int64) * {stride}")
-        for label, dim in (("m", rank), ("e", rank + 1)):
-            self.arguments.integer(Stride(f"out_stride_{label}", "out", ((dim, const(1)),)))
+        terms = self._row_strides("out", "out")
         if terms:
             w.line(f"out_ptr += {' + '.join(terms)}")
         mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
         place = "out_ptr + offs_m[:, None] * out_stride_m + offs_e[None, :] * out_stride_e"
         w.line(f"tl.store({place}, result.to(tl.{spec.out_dtype}), mask={mask})")
+        self.arguments.pointer("out_ptr", "out")
+        self.arguments.pointer("stats_ptr", "stats")
         w.line("stats_offset = (batch.to(tl.int64) * n_queries + offs_m) * 2")
         largest = f"row_max * {LN2}" if self.folded else "row_max"
         if self.fill is not None:
@@ -420,6 +453,17 @@ class _Forward:
             largest = "row_max"
         w.line(f"tl.store(stats_ptr + stats_offset, {largest}, mask=m_mask)")
         w.line("tl.store(stats_ptr + stats_offset + 1, tl.log(row_sum), mask=m_mask)")
+
+    def _row_strides(self, name: str, tensor: str) -> list[str]:
+        """Arguments for the steps of a tensor (batch…, i, e); the summands of its base."""
+        terms: list[str] = []
+        for dim, axis in enumerate(self.spec.batch):
+            stride = self.names.of((tensor, dim), f"{name}_stride_{dim}")
+            self.arguments.integer(Stride(stride, tensor, ((dim, const(1)),)))
+            terms.append(f"{self.programs.axis(axis)}.to(tl.int64) * {stride}")
+        for dim, label in enumerate(("m", "e"), len(self.spec.batch)):
+            self.arguments.integer(Stride(f"{name}_stride_{label}", tensor, ((dim, const(1)),)))
+        return terms
 
     def _repair(self, w: Writer) -> None:
         """Softmax of a row of -inf is NaN; what discards single weights afterwards may discard all of those."""
@@ -431,7 +475,7 @@ class _Forward:
             body = Body(self.programs, masked=True)
             weights = body.tile(substitute(self.weight, {WEIGHT: const(math.nan)}))
             self._columns(w, masked=True)
-            w.extend(body.columns)
+            w.extend(body.moving)
             w.extend(body.tiles)
             w.line(f"weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + ({weights})")
             w.line("kept = tl.maximum(kept, tl.max(((weights != weights) & n_mask[None, :]).to(tl.int32), 1))")

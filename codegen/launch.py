@@ -21,7 +21,7 @@ from .forward import Kernel, emit
 from .plan import KernelPlan, candidates
 from .tiles import Device, present
 
-__all__ = ["Unsupported", "forward", "source", "bind", "plans", "check_supported"]
+__all__ = ["Unsupported", "forward", "backward", "source", "bind", "plans", "check_supported"]
 
 Run = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
@@ -52,6 +52,14 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
             _runs.clear()
         run = _runs[key] = _prepare(spec, operands, tuple(sizes))
     return run(operands, seed)
+
+
+def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
+             sizes: Sequence[int], seed: torch.Tensor | None, needs: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The gradients of the operands that `needs` names: `launch_backward.backward`."""
+    from . import launch_backward       # which is built on this module
+
+    return launch_backward.backward(spec, grad_out, operands, out, stats, sizes, seed, needs)
 
 
 def source(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], device: torch.device | Device) -> str:
@@ -96,19 +104,26 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     """
     check_supported(spec, operands, sizes)
     named = dict(zip(spec.size_names, sizes, strict=True))
-    return candidates(spec, header.request_of(spec, named, _wide(spec, operands, named), _precision(device)), device)
+    return candidates(spec, header.request_of(spec, named, is_wide(spec, operands, named), precision(device)), device)
 
 
-def _precision(device: Device) -> str:
+def precision(device: Device) -> str:
     """How float32 products are taken: TF32 only as the user allows it, else exactly or in parts that lose nothing."""
     if device.backend != "cuda" or interpreting():
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "bf16x6"
 
 
-def _wide(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int]) -> bool:
-    """Whether some offset within one attention may not fit 31 bits. Batch offsets do not count: they are 64 bits wide always."""
+def is_wide(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int], gradients: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether some offset within one attention may not fit 31 bits. Batch offsets do not count: they are 64 bits wide always.
+
+    `gradients` are tensors (batch…, i, e) of any strides that a backward kernel reads as well; what it writes is dense.
+    """
     limit = 2 ** 31 - 2 ** 20           # a tile may reach beyond the last row before its mask cuts it off
+    if any(sum((n - 1) * s for n, s in zip(t.shape[-2:], t.stride()[-2:], strict=True)) >= limit for t in gradients):
+        return True
+    if gradients and any(t.numel() >= limit for t in operands):
+        return True
     extents = [sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in operands]
     if all(x < limit for x in extents) and sizes["i"] * sizes["e"] * max(1, math.prod(sizes[b] for b in spec.batch)) < limit:
         return False
@@ -199,7 +214,7 @@ class _Ladder:
             try:
                 result = bound(operands, seed)
             except Exception as problem:
-                if len(self.plans) == 1 or not _too_large(problem):
+                if len(self.plans) == 1 or not too_large(problem):
                     raise
                 self.plans.pop(0)
                 continue
@@ -207,7 +222,7 @@ class _Ladder:
             return result
 
 
-def _too_large(problem: Exception) -> bool:
+def too_large(problem: Exception) -> bool:
     """Whether the device, or the assembler on its behalf, refused the resources of a kernel."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -231,19 +246,33 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
     named = dict(zip(spec.size_names, sizes, strict=True))
     device = operands[spec.query.operand].device
     shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
-    own = out_strides(spec, named)
+    own = {"out": out_strides(spec, named)}
     integers = [number(a, named, shapes, strides, own) for a in kernel.integers]
     pointers = [p.operand for p in kernel.pointers]
     grid = (math.ceil(named["i"] / plan.block_m) * math.prod(named[b] for b in spec.batch), 1, 1)
-    constants = dict(kernel.constants) | {"num_warps": plan.warps, "num_stages": plan.stages}
-
-    values = [v for _, v in kernel.constants]
-    compiled: dict[int, Any] = {}       # by which pointers are multiples of 16; everything else of Triton's key is fixed here
+    call = caller(function, kernel, plan, grid, integers)
 
     def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         out, stats = _allocate(spec, named, device)
         extra = {"out": out, "stats": stats, "seed": seed}
-        tensors = [operands[p] if isinstance(p, int) else extra[p] for p in pointers]
+        call([operands[p] if isinstance(p, int) else extra[p] for p in pointers])
+        return out, stats
+
+    def run_elsewhere(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.device(device):
+            return run(operands, seed)
+
+    return run_elsewhere if device.type == "cuda" and torch.cuda.device_count() > 1 else run
+
+
+def caller(function: Any, kernel: Kernel, plan: KernelPlan, grid: tuple[int, int, int],
+           integers: Sequence[int]) -> Callable[[Sequence[torch.Tensor | None]], None]:
+    """Launches a Triton function on tensors, given in the order of the kernel's pointers; everything else is fixed."""
+    constants = dict(kernel.constants) | {"num_warps": plan.warps, "num_stages": plan.stages}
+    values = [v for _, v in kernel.constants]
+    compiled: dict[int, Any] = {}       # by which pointers are multiples of 16; everything else of Triton's key is fixed here
+
+    def call(tensors: Sequence[torch.Tensor | None]) -> None:
         odd = 0
         for tensor in tensors:
             odd = odd << 1 | (tensor.data_ptr() & 15 != 0)  # type: ignore[union-attr]  # dropout comes with a seed
@@ -252,10 +281,5 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
             compiled[odd] = function[grid](*tensors, *integers, **constants)
         else:
             known[grid](*tensors, *integers, *values)
-        return out, stats
 
-    def run_elsewhere(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.cuda.device(device):
-            return run(operands, seed)
-
-    return run_elsewhere if device.type == "cuda" and torch.cuda.device_count() > 1 else run
+    return call

@@ -82,7 +82,7 @@ def _specialise(spec: AttentionSpec, plan: KernelPlan, sizes: Sequence[int], ope
         signature[pointer.name] = f"*{_TYPES[dtype]}"
         aligned.append(pointer.name)
     for argument in kernel.integers:
-        value = number(argument, named, shapes, strides, launch.out_strides(spec, named))
+        value = number(argument, named, shapes, strides, {"out": launch.out_strides(spec, named)})
         if value == 1 and not isinstance(argument, Size):
             constants[argument.name] = 1
             continue

@@ -1,7 +1,8 @@
 """From scalar programs to Triton expressions, hoisted by what they depend on.
 
 A sub-expression that depends on neither i nor j is a scalar, computed before everything; on i only, a row vector, before
-the loop; on j only, a column vector, once a tile; on both, on the dot product or on the weight, part of the tile.
+the loop; on j only, a column vector, once a tile; on both, on the dot product or on the weight, part of the tile. In a kernel
+that keeps its keys and loops over queries (`Programs.fixed` is "column") rows and columns change places.
 A value that is used twice, or that crosses from one of these levels to the next, gets a name; the rest is written in place.
 
     score = 0.125 * s + slopes[b1] * float(j - i)   becomes
@@ -32,6 +33,7 @@ _INFIX = {"add": ("+", 5), "sub": ("-", 5), "mul": ("*", 6), "div": ("/", 6), "a
           "eq": ("==", 1), "ne": ("!=", 1), "lt": ("<", 1), "le": ("<=", 1), "gt": (">", 1), "ge": (">=", 1)}
 _CALLS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "sigmoid": "tl.sigmoid", "erf": "tl.erf",
           "sin": "tl.sin", "cos": "tl.cos", "floor": "tl.floor", "ceil": "tl.ceil", "abs": "tl.abs", "where": "tl.where"}
+_VARIABLES = {"i": "offs_m", "j": "offs_n", "arrived": "dp", "upstream": "ds"}
 _ATOM = 9
 _LONG = 56
 
@@ -39,7 +41,7 @@ _LONG = 56
 def level(expr: Expr) -> Level:
     """Where a value is computed."""
     axes = depends(expr)
-    if axes & {"dot", "weight", "keep"} or {"i", "j"} <= axes:
+    if axes & {"dot", "weight", "keep", "arrived", "upstream"} or {"i", "j"} <= axes:
         return "tile"
     return "row" if "i" in axes else "column" if "j" in axes else "scalar"
 
@@ -94,16 +96,22 @@ class Programs:
     """The programs of one kernel: what they share, and the code that runs before the loop.
 
     Attributes:
-        scalars, rows: lines to put before everything, and before the loop.
+        scalars, hoisted: lines to put before everything, and before the loop.
         helpers: the small functions that the code calls.
+        fixed: which vectors stay the same through the loop: ``"row"`` where it runs over keys, ``"column"`` over queries.
+        shape, along: a tile's shape, and how a vector is laid along it. A tile has the fixed vectors along its first dimension.
     """
 
-    def __init__(self, spec: AttentionSpec, names: Names, arguments: Arguments, wide: bool, constants: dict[str, int]) -> None:
+    def __init__(self, spec: AttentionSpec, names: Names, arguments: Arguments, wide: bool, constants: dict[str, int],
+                 fixed: Literal["row", "column"] = "row") -> None:
         self.spec, self.names, self.arguments, self.constants = spec, names, arguments, constants
         self.int_type = "tl.int64" if wide else "tl.int32"
         self.wide = wide
+        self.fixed = fixed
+        self.shape = "[BLOCK_M, BLOCK_N]" if fixed == "row" else "[BLOCK_N, BLOCK_M]"
+        self.along = {x: "[:, None]" if x == fixed else "[None, :]" for x in ("row", "column")}
         self.scalars: list[str] = []
-        self.rows: list[str] = []
+        self.hoisted: list[str] = []
         self.helpers: set[str] = set()
         self.shared: dict[Expr, Text] = {}
         self.algebra = Algebra()
@@ -124,7 +132,7 @@ class Programs:
 
     def axis(self, name: str) -> str:
         """The variable that holds a position."""
-        return {"i": "offs_m", "j": "offs_n"}.get(name) or self.names.of(("axis", name), name)
+        return _VARIABLES.get(name) or self.names.of(("axis", name), name)
 
     def pointer(self, operand: int) -> str:
         """The argument of a captured operand."""
@@ -134,15 +142,15 @@ class Programs:
 
 
 class Body:
-    """Code of one place: a loop body (`masked` where keys may lie beyond the last one), or before the loop.
+    """Code of one place: a loop body (`masked` where what it runs over may lie beyond the end), or before the loop.
 
     Attributes:
-        columns, tiles: lines that compute column vectors, and tiles; hoisted lines go to `Programs`.
+        moving, tiles: lines that compute the vectors that change from tile to tile, and tiles; hoisted lines go to `Programs`.
     """
 
     def __init__(self, programs: Programs, masked: bool) -> None:
         self.programs, self.masked = programs, masked
-        self.columns: list[str] = []
+        self.moving: list[str] = []
         self.tiles: list[str] = []
         self._memo: dict[Expr, Text] = {}
         self._uses: Counter[Expr] = Counter()
@@ -156,16 +164,26 @@ class Body:
     def tile(self, root: Expr) -> str:
         """The expression of a prepared program, of the shape of a tile."""
         text = self.text(root).text
-        return text if level(root) == "tile" else f"tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + {self._at(root, 'tile', 5)}"
+        return text if level(root) == "tile" else f"tl.zeros({self.programs.shape}, tl.float32) + {self._at(root, 'tile', 5)}"
 
     # ---- naming and placing
 
     def _lines(self, where: Level) -> list[str]:
-        return {"scalar": self.programs.scalars, "row": self.programs.rows, "column": self.columns, "tile": self.tiles}[where]
+        if where in ("scalar", "tile"):
+            return self.programs.scalars if where == "scalar" else self.tiles
+        return self.programs.hoisted if where == self.programs.fixed else self.moving
+
+    def _memory(self, where: Level) -> dict[Expr, Text]:
+        return self.programs.shared if where in ("scalar", self.programs.fixed) else self._memo
+
+    def take(self) -> list[str]:
+        """The lines that compute tiles, as far as they have come; they are the caller's from now on."""
+        lines, self.tiles[:] = list(self.tiles), []
+        return lines
 
     def _text(self, node: Expr) -> Text:
         where = level(node)
-        memo = self.programs.shared if where in ("scalar", "row") else self._memo
+        memo = self._memory(where)
         if node not in memo:
             text = self._write(node)
             # Hoisted code is shared by several bodies: there a name is given to whatever a second body could want.
@@ -179,8 +197,7 @@ class Body:
         text = self._text(node)
         if text.strength < _ATOM or "(" in text.text:
             text = self._name(node, text)
-            memo = self.programs.shared if level(node) in ("scalar", "row") else self._memo
-            memo[node] = text
+            self._memory(level(node))[node] = text
         return text
 
     def _name(self, node: Expr, text: Text) -> Text:
@@ -199,7 +216,7 @@ class Body:
         if own == "scalar":
             return self._named(node).text
         if where == "tile":
-            return self._named(node).text + ("[:, None]" if own == "row" else "[None, :]")
+            return self._named(node).text + self.programs.along[own]
         raise AssertionError(f"a {own} value inside a {where} value")
 
     # ---- one node
@@ -309,7 +326,8 @@ class Body:
             programs.scalars.append("seed = tl.load(seed_ptr)")
         random = programs.names.of(("random", stream), "random")
         narrow = ".to(tl.int32)" if programs.wide else ""
-        self.tiles.append(f"{random}, _, _, _ = tl.philox(seed, offs_n[None, :]{narrow}, offs_m[:, None]{narrow}, batch, {stream})")
+        j, i = (f"{x}{programs.along[along]}{narrow}" for x, along in (("offs_n", "column"), ("offs_m", "row")))
+        self.tiles.append(f"{random}, _, _, _ = tl.philox(seed, {j}, {i}, batch, {stream})")
         name = programs.names.of(node, "keep")
         self.tiles.append(f"{name} = tl.where({random} >= {philox.threshold(p)}, {literal(1.0 / (1.0 - p))}, 0.0)")
         return Text(name)
@@ -338,11 +356,11 @@ class Body:
         return text if wide_enough else self._to(text, self.programs.int_type)
 
     def _mask(self, where: Level) -> str:
-        rows = where in ("row", "tile")
-        columns = where in ("column", "tile") and self.masked
-        if where == "tile":
-            return "m_mask[:, None] & n_mask[None, :]" if columns else "m_mask[:, None]"
-        return "m_mask" if rows else "n_mask" if columns else ""
+        """What keeps a load within the operand: always along the fixed vectors, along the others where the body is masked."""
+        masks = {"row": "m_mask", "column": "n_mask"}
+        fixed = self.programs.fixed
+        used = [x for x in (fixed, "column" if fixed == "row" else "row") if where in (x, "tile") and (x == fixed or self.masked)]
+        return " & ".join(masks[x] + (self.programs.along[x] if where == "tile" else "") for x in used)
 
     def _address(self, node: Expr, where: Level) -> str:
         """Base (a scalar, 64 bits) plus the offset that varies within the tile."""
@@ -373,7 +391,7 @@ class Body:
         if line not in lines:
             lines.append(line)
         own = level(index)
-        return name if own == where or own == "scalar" else name + ("[:, None]" if own == "row" else "[None, :]")
+        return name if own == where or own == "scalar" else name + self.programs.along[own]
 
     def _base(self, operand: int, outer: tuple[tuple[int, Expr], ...]) -> str:
         """The pointer to what a program reads of an operand, with every scalar index applied."""
@@ -388,17 +406,20 @@ class Body:
             self.programs.scalars.append(line)
         return name
 
-    def base_terms(self, operand: int, outer: tuple[tuple[int, Expr], ...], hint: str) -> list[str]:
-        """The summands, in elements, that scalar indices contribute to an address; those the host knows come as one number."""
+    def base_terms(self, operand: int, outer: tuple[tuple[int, Expr], ...], hint: str, tensor: str = "") -> list[str]:
+        """The summands, in elements, that scalar indices contribute to an address; those the host knows come as one number.
+
+        `tensor` names what is addressed if it is not the operand but has its shape: its gradient.
+        """
         known = tuple((dim, x) for dim, x in outer if on_host(x) and x != const(0))
         terms: list[str] = []
         for dim, x in outer:
             if not on_host(x):
                 index = Text(self._index(operand, dim, x, "scalar"), 5) if x.op != "axis" else self._text(x)
                 stride = self.programs.names.of(("stride", hint, dim), f"{hint}_stride_{dim}")
-                self.programs.arguments.integer(Stride(stride, operand, ((dim, const(1)),)))
+                self.programs.arguments.integer(Stride(stride, tensor or operand, ((dim, const(1)),)))
                 terms.append(f"{self._to(index, 'tl.int64').text} * {stride}")
         if known:
             name = self.programs.names.of(("offset", hint, known), f"{hint}_offset")
-            terms.append(self.programs.arguments.integer(Stride(name, operand, known)))
+            terms.append(self.programs.arguments.integer(Stride(name, tensor or operand, known)))
         return terms

@@ -124,7 +124,7 @@ def test_every_layout(name: str, how: str, seed: int) -> None:
 @interpreted
 @pytest.mark.parametrize("name", ("causal_padding_min", "window", "gathered", "dropout", "grouped", "bias", "wrapping_index"))
 def test_wide_offsets(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_wide", lambda *_: True)
+    monkeypatch.setattr(launch, "is_wide", lambda *_: True)
     monkeypatch.setattr(launch, "_runs", {})
     run(BY_NAME[name], Shape(), torch.float16, seed)
 

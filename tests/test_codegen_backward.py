@@ -1,0 +1,357 @@
+"""Generated backward kernels in Triton's interpreter against autograd through the reference in float64.
+
+As in test_codegen_numbers.py the file runs itself once in a process of its own; ``TRITON_INTERPRET=1 pytest
+tests/test_codegen_backward.py`` runs the cases directly.
+"""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnfuse import walker
+from attnfuse.codegen import backward as emitter
+from attnfuse.codegen import launch, launch_backward
+from attnfuse.codegen.plan import KernelPlan
+from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
+from attnfuse.reference import reference
+from attnfuse.spec import Access, AttentionSpec, Operand
+from tests.specs import BY_NAME, CASES, CAUSAL, Case, Shape, padding, variant
+
+INSIDE = launch.interpreting()
+interpreted = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter, in a process of its own")
+LENGTHS = (0, 1, 15, 16, 17, 65)
+
+
+@pytest.mark.skipif(INSIDE, reason="this is the process of its own")
+def test_in_the_interpreter(tmp_path: Path) -> None:
+    env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh for every test; printed, so that a failure can be repeated by ATTNFUSE_TEST_SEED."""
+    value = int(os.environ.get("ATTNFUSE_TEST_SEED") or torch.seed() % 2 ** 31)
+    print(f"ATTNFUSE_TEST_SEED={value}")
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients and scratch are allocated full of a number that no attention gives: what a kernel fails to write is seen."""
+    allocate = launch_backward._scratch
+    monkeypatch.setattr(launch_backward, "_scratch", lambda *args: allocate(*args).fill_(12345.0))
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch):
+    """Set the tiles of all kernels, so that short sequences have full, cut and skipped ones."""
+    monkeypatch.setattr(launch_backward, "_runs", {})
+    candidates = launch_backward.candidates
+
+    def use(block_m: int, block_n: int) -> None:
+        def small(*args: object) -> tuple[KernelPlan, ...]:
+            return tuple(replace(p, block_m=block_m, block_n=block_n) for p in candidates(*args))
+        monkeypatch.setattr(launch_backward, "candidates", small)
+        launch_backward._runs.clear()
+    return use
+
+
+def truth(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], drop: torch.Tensor | None, grad_out: torch.Tensor,
+          needs: Sequence[bool], dtype: torch.dtype = torch.float64) -> list[torch.Tensor | None]:
+    """Gradients by autograd through the plain meaning."""
+    if not any(needs):
+        return [None] * len(needs)
+    leaves = [t.to(dtype).requires_grad_(True) if need else t for t, need in zip(operands, needs, strict=True)]
+    out = reference(spec, leaves, sizes, drop, dtype=dtype)
+    wanted = [t for t, need in zip(leaves, needs, strict=True) if need]
+    found = iter(torch.autograd.grad(out, wanted, grad_out.to(dtype), allow_unused=True))
+    grads = [next(found) if need else None for need in needs]
+    return [torch.zeros_like(t) if need and g is None else g for g, t, need in zip(grads, leaves, needs, strict=True)]
+
+
+def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: int, needs: Sequence[bool] | None = None,
+          layout=lambda g: g, statistics: str = "generated") -> list[torch.Tensor | None]:
+    """Gradients are as near to the oracle's as rounding explains, NaN where they are, and of the operand's shape and dtype."""
+    drop = torch.tensor([seed + (seed << 32)]) if spec.dropouts else None
+    needs = [n in {a.operand for a in (spec.query, spec.key, spec.value)} for n in range(len(operands))] if needs is None else needs
+    out, stats = (launch if statistics == "generated" else walker).forward(spec, operands, sizes, drop)
+    grad_out = layout(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype))
+    grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
+    exact = truth(spec, operands, sizes, drop, grad_out, needs)
+    half = any(t.dtype != torch.float32 for t in (out, *(operands[a.operand] for a in (spec.query, spec.key, spec.value))))
+    plain = exact if half else truth(spec, operands, sizes, drop, grad_out, needs, torch.float32)
+    scale = max((x.nan_to_num().norm().item() for x in exact if x is not None), default=0.0)
+    for got, want, eager, operand in zip(grads, exact, plain, operands, strict=True):
+        if want is None or eager is None:
+            assert got is None
+            continue
+        assert got is not None and got.shape == operand.shape and got.dtype == operand.dtype and got.is_contiguous()
+        assert torch.equal(got.isnan(), want.isnan())
+        # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
+        norm = max(want.nan_to_num().norm().item(), 1e-2 * scale, 1e-30)
+        error = lambda x: (x.double() - want).nan_to_num().norm().item() / norm  # noqa: B023
+        assert error(got) <= (2e-3 if half else max(3.0 * error(eager), 1e-6)), (error(got), error(eager))
+    return grads
+
+
+def run(case: Case, shape: Shape, dtype: torch.dtype, seed: int) -> None:
+    operands, sizes = case.inputs(shape, dtype, seed)
+    check(case.spec(str(dtype).removeprefix("torch.")), operands, sizes, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_mechanism(case: Case, dtype: torch.dtype, seed: int, tiles) -> None:
+    run(case, Shape(queries=40), dtype, seed)
+    tiles(*((16, 32) if dtype == torch.float16 else (32, 16)))
+    run(case, Shape((2, 2), 70, 53, 20, 16), dtype, seed + 1)
+    tiles(16, 16)
+    run(case, Shape((1, 2), 37, 75, 8, 24), dtype, seed + 2)
+
+
+@interpreted
+@pytest.mark.parametrize("keys", LENGTHS)
+@pytest.mark.parametrize("queries", LENGTHS)
+@pytest.mark.parametrize("name", ("plain", "causal_padding_min", "window_padding_min", "bottom_right_min", "bottom_right", "sinks"))
+def test_every_length(name: str, queries: int, keys: int, seed: int, tiles) -> None:
+    if "padding" in name and keys == 0:
+        pytest.skip("there is no key to pad")
+    tiles(16, 16)
+    run(BY_NAME[name], Shape((2, 2), queries, keys, 8, 8), torch.float32, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("depth, value_depth", [(1, 1), (16, 40), (72, 24), (64, 128), (256, 8), (0, 16)])
+def test_every_head_dimension(depth: int, value_depth: int, seed: int) -> None:
+    for name in ("plain", "causal_padding_min"):
+        run(BY_NAME[name], Shape((2, 1), 18, 21, depth, value_depth), torch.float32, seed)
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "gaps": lambda t: torch.stack([t, torch.full_like(t, 7.0)], -1)[..., 0],
+    "heads_last": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() == 4 else t,
+    "expanded": lambda t: t[:, :1].expand(t.shape) if t.dim() == 4 else t,
+    "same_everywhere": lambda t: t.flatten()[0].expand(t.shape),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("name", ("plain", "bias", "grouped", "causal_padding_min", "other_order"))
+def test_every_layout(name: str, how: str, seed: int) -> None:
+    case, move = BY_NAME[name], LAYOUTS[how]
+    operands, sizes = case.inputs(Shape(queries=19, keys=35), torch.float32, seed)
+    check(case.spec(), operands, sizes, seed, layout=move)
+    if how != "same_everywhere":
+        check(case.spec(), [move(t) if t.is_floating_point() else t for t in operands], sizes, seed, layout=move)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ("causal_padding_min", "window", "gathered", "dropout", "grouped", "bias", "wrapping_index"))
+def test_wide_offsets(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, tiles) -> None:
+    monkeypatch.setattr(launch, "is_wide", lambda *_: True)
+    tiles(16, 16)
+    run(BY_NAME[name], Shape(queries=50), torch.float16, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("needs", [(n & 1 > 0, n & 2 > 0, n & 4 > 0) for n in range(8)], ids=str)
+@pytest.mark.parametrize("name", ("causal_padding_min", "grouped", "dropout"))
+def test_only_what_is_needed(name: str, needs: tuple[bool, bool, bool], seed: int) -> None:
+    case = BY_NAME[name]
+    operands, sizes = case.inputs(Shape(), torch.float32, seed)
+    check(case.spec(), operands, sizes, seed, needs=(*needs, *[False] * (len(operands) - 3)))
+
+
+@interpreted
+def test_a_gradient_that_is_not_needed_costs_no_kernel(seed: int) -> None:
+    case = BY_NAME["plain"]
+    operands, sizes = case.inputs(Shape(), torch.float32, seed)
+    named = dict(zip(case.spec().size_names, sizes, strict=True))
+    kernels = lambda *needs: launch_backward.task(case.spec(), operands, named, needs).kernels
+    assert kernels(False, False, False) == ()
+    assert kernels(True, False, False) == ("rows", "queries") and kernels(False, False, True) == ("rows", "values")
+    assert kernels(True, True, True) == ("rows", "keys_values", "queries")
+
+
+# ---- shared keys
+
+@interpreted
+@pytest.mark.parametrize("heads", (4, 5))
+@pytest.mark.parametrize("name", ("causal_padding_min", "window_min", "dropout", "alibi_causal", "bias", "rows_and_columns", "sinks", "causal_padding_inf"))
+def test_groups_of_heads_share_keys(name: str, heads: int, seed: int, tiles) -> None:
+    tiles(16, 16)
+    run(variant(name, groups=2), Shape((2, heads), 37, 53), torch.float32, seed)
+    run(variant(name, groups=2), Shape((2, heads), 53, 37), torch.float16, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ("causal_padding_min", "dropout"))
+def test_all_heads_share_keys(name: str, seed: int, tiles) -> None:
+    """Multi-query attention, and keys that the batch shares too."""
+    tiles(16, 16)
+    b0, b1, j, d, e = (axis(n) for n in ("b0", "b1", "j", "d", "e"))
+    for lead, pick in (((b0,), lambda t: t[:, 0]), ((b1,), lambda t: t[0]), ((), lambda t: t[0, 0])):
+        spec = BY_NAME[name].spec()
+        operands, sizes = BY_NAME[name].inputs(Shape((2, 3), 37, 33), torch.float32, seed)
+        operands[1:3] = [pick(t).contiguous() for t in operands[1:3]]
+        facts = tuple(replace(o, rank=len(lead) + 2) if n in (1, 2) else o for n, o in enumerate(spec.operands))
+        spec = replace(spec, operands=facts, key=Access(1, (*lead, j, d)), value=Access(2, (*lead, j, e)))
+        check(spec, operands, sizes, seed)
+
+
+@interpreted
+def test_one_tensor_in_several_roles(seed: int) -> None:
+    """Queries that are the keys, and all three: the gradients of the roles add up."""
+    base = BY_NAME["causal_inf"].spec()
+    x, y = torch.randn(2, 4, 21, 16), torch.randn(2, 4, 21, 16)
+    sizes = (2, 4, 21, 21, 16, 16)
+    shared = lambda n: replace(base, operands=base.operands[:n], key=Access(0, base.key.index), value=Access(n - 1, base.value.index))
+    check(shared(2), [x, y], sizes, seed)
+    check(shared(1), [x], sizes, seed)
+    half = replace(shared(1), operands=(Operand("q", "float16", 4),), qk_dtype="float16", pv_dtype="float16", out_dtype="float16")
+    check(half, [x.half()], sizes, seed)
+
+
+@interpreted
+def test_packed_operand(seed: int) -> None:
+    """Queries, keys and values in one tensor [batch, tokens, 4 · heads · depth], of which a quarter is not read: its gradient is 0."""
+    b0, b1, i, j, d, e = (axis(n) for n in ("b0", "b1", "i", "j", "d", "e"))
+    place = lambda part, depth: add(mul(add(const(4 * part), b1), size("d")), depth)
+    spec = AttentionSpec(("b0", "b1"), (Operand("qkv", "float32", 3),), Access(0, (b0, i, place(0, d))), Access(0, (b0, j, place(1, d))),
+                         Access(0, (b0, j, place(2, e))))
+    (grad,) = check(spec, [torch.randn(2, 23, 4 * 4 * 16)], (2, 4, 23, 23, 16, 16), seed)
+    assert grad is not None and bool((grad[..., 3 * 64:] == 0).all()) and bool((grad[..., :3 * 64] != 0).any())
+
+
+# ---- rows without keys, fills, precision
+
+@interpreted
+@pytest.mark.parametrize("name", ("causal_padding_min", "window_padding_min", "bottom_right_min", "bottom_right", "causal_padding_inf"))
+def test_rows_without_keys_need_the_sweep(name: str, seed: int, tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the visit to the skipped tiles the gradients are wrong: the other tests would see it missing."""
+    tiles(16, 16)
+    shape = Shape((2, 2), 75, 40) if "bottom" in name else Shape((2, 2), 75, 75)
+    run(BY_NAME[name], shape, torch.float32, seed)
+    for module in (emitter, launch_backward):
+        monkeypatch.setattr(module, "sweeps", lambda _: False)
+    emitter.emit.cache_clear()
+    monkeypatch.setattr(launch_backward, "_functions", {})
+    launch_backward._runs.clear()
+    monkeypatch.setenv("ATTNFUSE_CACHE_DIR", os.environ["ATTNFUSE_CACHE_DIR"] + "_unswept" if "ATTNFUSE_CACHE_DIR" in os.environ else "")
+    try:
+        with pytest.raises(AssertionError):
+            run(BY_NAME[name], shape, torch.float32, seed)
+    finally:
+        emitter.emit.cache_clear()
+
+
+@interpreted
+@pytest.mark.parametrize("inner, outer", [(-1e9, -3e38), (-3e38, -1e9)])
+def test_two_fills_of_different_size_keep_their_order(inner: float, outer: float, seed: int, tiles) -> None:
+    tiles(16, 16)
+    score = where(CAUSAL, where(padding, DOT, const(inner)), const(outer))
+    for dtype in (torch.float16, torch.float32):
+        run(variant("causal_padding_min", score=score), Shape((2, 2)), dtype, seed)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ("causal_padding_min", "sinks", "dropout", "causal_padding_zero"))
+def test_statistics_of_the_walker_will_do(name: str, seed: int) -> None:
+    operands, sizes = BY_NAME[name].inputs(Shape((1, 2)), torch.float16, seed)
+    check(BY_NAME[name].spec("float16"), operands, sizes, seed, statistics="walker")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype, qk, pv, out", [("float16", "float32", "float32", "float16"), ("float16", "float16", "float32", "float32"),
+                                                ("float32", "float16", "float16", "float16"), ("float16", "float32", "float32", "float32")])
+def test_precision_of_the_products(dtype: str, qk: str, pv: str, out: str, seed: int) -> None:
+    """What the spec keeps in float32 is not rounded on the way: then only the gradients themselves are, to the operand's dtype."""
+    case = BY_NAME["causal_inf"]
+    spec = replace(case.spec(dtype), qk_dtype=qk, pv_dtype=pv, out_dtype=out)
+    operands, sizes = case.inputs(Shape((1, 2)), getattr(torch, dtype), seed)
+    grads = check(spec, operands, sizes, seed)
+    if (qk, pv, out) == ("float32", "float32", "float32"):
+        grad_out = torch.randn((1, 2, 33, 16), generator=torch.Generator().manual_seed(seed))
+        for got, want in zip(grads, truth(spec, operands, sizes, None, grad_out, (True,) * 3), strict=True):
+            assert got is not None and want is not None
+            assert (got.double() - want).norm() <= 3e-4 * want.norm()           # half a unit in float16's last place is 4.9e-4 at most
+
+
+# ---- the machinery
+
+@interpreted
+def test_every_run_gives_the_same_bits(seed: int) -> None:
+    case = variant("dropout", groups=2)
+    operands, sizes = case.inputs(Shape(), torch.float16, seed)
+    first, second = (check(case.spec("float16"), operands, sizes, seed) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None)
+
+
+@interpreted
+def test_a_second_call_reuses_everything(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["causal_padding_min"]
+    for n in range(2):
+        operands, sizes = case.inputs(Shape(), torch.float32, seed + n)
+        check(case.spec(), operands, sizes, seed + n)
+        monkeypatch.setattr(launch_backward, "_prepare", None)
+
+
+@interpreted
+def test_out_of_resources_never_reaches_the_user(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    tried: list[KernelPlan] = []
+    caller = launch.caller
+
+    def refuse_every_first(function: object, kernel: object, plan: KernelPlan, *rest: object):
+        tried.append(plan)
+        if len(tried) % 2:
+            def fail(_: object) -> None:
+                raise OutOfResources(300000, 232448, "shared memory")
+            return fail
+        return caller(function, kernel, plan, *rest)
+
+    operands, sizes = BY_NAME["causal_inf"].inputs(Shape(), torch.float32, seed)
+    launch.forward(BY_NAME["causal_inf"].spec(), operands, sizes)           # bound before it is refused
+    monkeypatch.setattr(launch, "caller", refuse_every_first)
+    monkeypatch.setattr(launch_backward, "_runs", {})
+    check(BY_NAME["causal_inf"].spec(), operands, sizes, seed)
+    assert len(tried) == 6 and all(a != b for a, b in zip(tried[::2], tried[1::2], strict=True))
+
+
+def refused(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], needs: Sequence[bool]) -> str:
+    out, stats = walker.forward(spec, operands, sizes, torch.tensor([1]) if spec.dropouts else None)
+    with pytest.raises(launch.Unsupported) as problem:
+        launch.backward(spec, torch.ones_like(out), operands, out, stats, sizes, None, needs)
+    return str(problem.value)
+
+
+@interpreted
+def test_what_has_no_kernel_says_why(seed: int) -> None:
+    for name, captured in (("bias", "bias"), ("alibi", "slopes"), ("sinks", "sinks"), ("gate", "gate")):
+        operands, sizes = BY_NAME[name].inputs(Shape(), torch.float32, seed)
+        assert f"the gradient of {captured}" in refused(BY_NAME[name].spec(), operands, sizes, [True] * len(operands))
+    b0, b1, j, d, e = (axis(n) for n in ("b0", "b1", "j", "d", "e"))
+    base = BY_NAME["plain"].spec()
+    operands, sizes = BY_NAME["plain"].inputs(Shape(), torch.float32, seed)
+    half = apply("floordiv", b1, const(2))
+    assert "different heads" in refused(replace(base, key=Access(1, (b0, half, j, d))), operands, sizes, [True] * 3)
+    twisted = apply("mod", b1, const(2))
+    both = replace(base, key=Access(1, (b0, twisted, j, d)), value=Access(2, (b0, twisted, j, e)))
+    assert "gradient of k" in refused(both, operands, sizes, [True] * 3)
+    chosen = replace(base, operands=(*base.operands, Operand("pages", "int64", 1)), key=Access(1, (b0, b1, load(3, (j,), "int"), d)))
+    assert refused(chosen, [*operands, torch.zeros(33, dtype=torch.int64)], sizes, [True] * 3 + [False])
