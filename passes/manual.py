@@ -6,6 +6,7 @@ function, summed. A maximum over the same axis subtracted inside changes nothing
 """
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ..program import WEIGHT, Expr, apply, axis, const, depends, rewrite, walk
@@ -14,6 +15,10 @@ from .trace import Call, Value, aten
 
 if TYPE_CHECKING:
     from .lift import Index, Lift
+
+
+_LARGEST = 64.0
+"""Greater constants are fills."""
 
 
 def _reduced(lift: Lift, value: Value, call: Call, index: Index, op: str) -> Expr:
@@ -76,7 +81,16 @@ def softmax_by_hand(lift: Lift, weight: Expr) -> tuple[Expr, Expr] | None:
     if len(scores) != 1 or bound(out) or "dot" in depends(out):
         return None
     score = _without_maximum(lift, scores[0])
-    return None if bound(score) else (lift.simplify(out), score)
+    if bound(score) or score is scores[0] and not _tame(score):
+        return None
+    return lift.simplify(out), score
+
+
+def _tame(score: Expr) -> bool:
+    """Whether no mask that is finite can be in a score. Without its maximum subtracted, a row that is masked everywhere is
+    0 / 0 (or, by its logsumexp, all ones), where a softmax is uniform."""
+    return not any(x.op == "load" and x.kind == "float" or x.op == "const" and x.kind == "float" and _LARGEST < abs(x.attr) < math.inf  # type: ignore[arg-type]
+                   for x in walk(score))
 
 
 def _score_of(lift: Lift, node: Expr) -> Expr | None:
