@@ -129,8 +129,9 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _baddbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:
     """With beta = 0 the addend is ignored, NaNs and uninitialised memory included (as its documentation says)."""
-    product = torch.bmm(a, b) if alpha == 1 else torch.bmm(a, b) * alpha
-    return product if beta == 0 else product + (x if beta == 1 else x * beta)
+    known = lambda factor, value: isinstance(factor, (int, float)) and factor == value     # a symbolic one is not asked: that would fix it
+    product = torch.bmm(a, b) if known(alpha, 1) else torch.bmm(a, b) * alpha
+    return product if known(beta, 0) else product + (x if known(beta, 1) else x * beta)
 
 
 def length(x: int | torch.SymInt) -> Expr:
