@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..algebra import Algebra
 from ..program import WEIGHT, Expr, apply, axis, const, depends, load, loads, walk
@@ -66,6 +67,7 @@ class Lift:
     dots: list[tuple[Value, Call, Index]] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
     streams: list[tuple[int, Index]] = field(default_factory=list)
+    _rounds: dict[int, bool] = field(default_factory=dict)
     _memo: dict[tuple[int, Index], Expr] = field(default_factory=dict)
     _fresh: int = 0
 
@@ -149,6 +151,15 @@ class Lift:
         if value.kind == "int" and value.dtype != torch.int64:
             self.algebra.loaded[value.number] = (torch.iinfo(value.dtype).min, torch.iinfo(value.dtype).max)
         return load(value.number, index, value.kind)  # type: ignore[arg-type]
+
+    def rounds(self, value: Value, dtypes: tuple[torch.dtype, ...]) -> bool:
+        """Whether a tensor is computed through one of these dtypes (what is loaded is what it is, unless it is too wide)."""
+        if value.number not in self._rounds:
+            stop = value.call is None or value.number in self.opaque
+            self._rounds[value.number] = value.dtype == torch.float64 or not stop and (
+                value.dtype in dtypes and value.call.target not in VIEWS  # type: ignore[union-attr]
+                or any(isinstance(a, Value) and self.rounds(a, dtypes) for a in tree_leaves((value.call.args, value.call.kwargs))))  # type: ignore[union-attr]
+        return self._rounds[value.number]
 
     # ---- what the special rules call
 

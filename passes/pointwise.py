@@ -5,12 +5,13 @@ Kinds follow the result's dtype: an argument of another kind is converted, a hal
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..program import FALSE, TRUE, Expr, apply, axis, const, depends, loads, where
+from ..program import FALSE, TRUE, Expr, apply, axis, const, depends, loads, walk, where
 from .trace import Call, Value, aten, length, number
 from .views import clamped
 
@@ -158,12 +159,40 @@ def _clamp(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 # ---- comparisons, logic, choice
 
+_ROUNDED = (torch.float16, torch.bfloat16, torch.float64)
+_EXACT = 256
+"""Integers up to here are themselves in every float dtype."""
+
+
+def _parts(x: Expr) -> set[str]:
+    return {n.op for n in walk(x)}
+
+
+def _decides(lift: Lift, value: Any, x: Expr, other: Expr | None) -> None:
+    """Raise where a choice hangs on a float of another precision than a program's: which positions are equal in bfloat16, say.
+
+    A score may be rounded, and one integer that was only cast, negated or shifted is safe beside a small one.
+    """
+    if not isinstance(value, Value) or x.kind != "float" or x.op == "const" or {"dot", "weight", "sum", "maximum"} & _parts(x):
+        return
+    if not lift.rounds(value, _ROUNDED):
+        return
+    varying = {n for n in walk(x) if n.op in ("load", "axis", "size")} - {a for n in loads(x) for i in n.args for a in walk(i)}
+    whole = all(n.kind != "float" or n.op in ("add", "sub", "neg", "float") or n.op == "const" and n.attr == int(n.attr)  # type: ignore[arg-type]
+                for n in walk(x) if n.op != "const" or math.isfinite(n.attr))  # type: ignore[arg-type]
+    if other is None or other.op != "const" or not abs(other.attr) <= _EXACT or other.attr != int(other.attr) or not whole or len(varying) > 1:  # type: ignore[arg-type]
+        raise lift.no_rule("a choice by a rounded number")
+
+
 def _comparison(op: str) -> None:
     def one(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
         a, b = call.args[:2]
         if isinstance(b, int) and a.kind == "int" and not a.dtype.is_complex and not torch.iinfo(a.dtype).min <= b <= torch.iinfo(a.dtype).max:
             raise lift.no_rule(f"{a.dtype} compared with {b}")              # which wraps around first
-        return apply(op, *together(element(lift, a, index), element(lift, b, index)))
+        x, y = element(lift, a, index), element(lift, b, index)
+        _decides(lift, a, x, y)
+        _decides(lift, b, y, x)
+        return apply(op, *together(x, y))
     one.__doc__ = f"elementwise {op}; e.g. `torch.{op}(x, y)`, `torch.{op}(n, 1)`"
     overloads = getattr(aten, op)
     POINTWISE.update(dict.fromkeys((overloads.Tensor, overloads.Scalar), one))
@@ -199,7 +228,12 @@ def _where(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 @rule(aten._to_copy.default)
 def _cast(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """x.to(dtype): a change of kind; between floats a program knows only one precision; e.g. `n.float()`, `m.long()`"""
-    return as_kind(lift.at(call.args[0], index), value.kind)
+    source, x = call.args[0], lift.at(call.args[0], index)
+    if value.kind != "float":
+        _decides(lift, source, x, const(0.0) if value.kind == "bool" else None)
+    elif source.dtype == torch.float64 != value.dtype and x.op not in ("load", "const") and not {"dot", "weight", "sum", "maximum"} & _parts(x):
+        raise lift.no_rule("arithmetic in float64")     # differences of times, say: in float32 nothing is left of them
+    return as_kind(x, value.kind)
 
 
 # ---- makers
