@@ -25,7 +25,6 @@ PREFIX = "ATTNFUSE_"
 CHOICES: dict[str, tuple[Any, ...]] = {
     "strict": (False, True),
     "fully_masked_rows": ("as_written", "zero"),
-    "deterministic": (None, False, True),
     "executor": ("auto", "torch", "triton"),
 }
 """The allowed values of every setting that has a list of them."""
@@ -42,14 +41,12 @@ class Settings:
     Attributes:
         strict: raise where the analysis fails, instead of keeping the graph as it was, warning and reporting it.
         fully_masked_rows: a row with no allowed key is what the model wrote (``"as_written"``), or zero (``"zero"``).
-        deterministic: True or False forces it; None follows ``torch.are_deterministic_algorithms_enabled()``.
         executor: ``"triton"`` for generated kernels, ``"torch"`` for the tiled loop in PyTorch, ``"auto"`` for the best on the device.
         dump: a folder for every graph before and after each pass, and its report as JSON; None writes nothing.
     """
 
     strict: bool = False
     fully_masked_rows: Literal["as_written", "zero"] = "as_written"
-    deterministic: bool | None = None
     executor: Literal["auto", "torch", "triton"] = "auto"
     dump: str | None = None
 
