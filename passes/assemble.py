@@ -131,10 +131,7 @@ def _scores(lift: Lift, found: Softmax) -> tuple[Expr, tuple[Expr, ...]]:
     score = as_kind(at(apply("add", axis("j"), const(found.offset))), "float")
     before = [at(const(c)) for c in range(found.offset)]
     behind = [at(apply("add", n, const(c))) for c in range(found.offset, int(more.attr))]  # type: ignore[arg-type]
-    extra = tuple(before + behind)
-    if any("dot" in depends(x) or "j" in depends(x) for x in extra):
-        raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "further columns of the softmax are products")
-    return score, extra
+    return score, tuple(before + behind)
 
 
 def _reaches(value: Value, targets: frozenset[Any]) -> bool:
@@ -227,6 +224,8 @@ class _Spec:
     def build(self) -> Lifted:
         p = self.parts
         self._drop_row_maximum()
+        if any({"dot", "j"} & depends(x) for x in p.extra):
+            raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "further columns of the softmax are products")
         q = self._choose(self.query, (self.i, "d"), "queries")
         k = self._choose(self.key, ("j", "d"), "keys")
         v = self._choose(p.values, ("j", p.e), "values")

@@ -331,6 +331,14 @@ def sink(q, k, v, sinks):
     return s.softmax(-1)[..., :-1] @ v
 
 
+@case("s", plus(qkv, lambda g: rn(g, H)))
+def sink_with_the_maximum_subtracted(q, k, v, sinks):
+    """the maximum over the keys and the sink, subtracted before the softmax as gpt-oss does"""
+    s = torch.cat([q @ t(k), sinks[None, :, None, None].expand(B, H, LQ, 1)], -1)
+    s = s - s.max(dim=-1, keepdim=True).values
+    return s.softmax(-1)[..., :-1] @ v
+
+
 @case("s")
 def dropout_in_eval(q, k, v):
     return F.dropout((q @ t(k)).softmax(-1), 0.5, False) @ v
