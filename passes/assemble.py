@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from ..algebra import Algebra
 from ..program import Expr, apply, axis, const, depends, linear_in_weight, load, loads, rewrite, size, substitute, walk

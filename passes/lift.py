@@ -155,10 +155,12 @@ class Lift:
     def rounds(self, value: Value, dtypes: tuple[torch.dtype, ...]) -> bool:
         """Whether a tensor is computed through one of these dtypes (what is loaded is what it is, unless it is too wide)."""
         if value.number not in self._rounds:
-            stop = value.call is None or value.number in self.opaque
-            self._rounds[value.number] = value.dtype == torch.float64 or not stop and (
-                value.dtype in dtypes and value.call.target not in VIEWS  # type: ignore[union-attr]
-                or any(isinstance(a, Value) and self.rounds(a, dtypes) for a in tree_leaves((value.call.args, value.call.kwargs))))  # type: ignore[union-attr]
+            call = None if value.number in self.opaque else value.call
+            found = value.dtype == torch.float64
+            if call is not None and not found:
+                inside = [a for a in tree_leaves((call.args, call.kwargs)) if isinstance(a, Value)]
+                found = value.dtype in dtypes and call.target not in VIEWS or any(self.rounds(a, dtypes) for a in inside)
+            self._rounds[value.number] = found
         return self._rounds[value.number]
 
     # ---- what the special rules call

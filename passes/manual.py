@@ -89,8 +89,8 @@ def softmax_by_hand(lift: Lift, weight: Expr) -> tuple[Expr, Expr] | None:
 def _tame(score: Expr) -> bool:
     """Whether no mask that is finite can be in a score. Without its maximum subtracted, a row that is masked everywhere is
     0 / 0 (or, by its logsumexp, all ones), where a softmax is uniform."""
-    return not any(x.op == "load" and x.kind == "float" or x.op == "const" and x.kind == "float" and _LARGEST < abs(x.attr) < math.inf  # type: ignore[arg-type]
-                   for x in walk(score))
+    fill = lambda x: x.op == "const" and _LARGEST < abs(x.attr) < math.inf  # type: ignore[arg-type]
+    return not any(x.kind == "float" and (x.op == "load" or fill(x)) for x in walk(score))
 
 
 def _score_of(lift: Lift, node: Expr) -> Expr | None:
