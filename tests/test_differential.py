@@ -210,12 +210,11 @@ def plans(draw: st.DrawFn) -> Plan:
     k = q if shared or draw(st.booleans()) else one(9, 1, 2, 6, 11, 17, 0)
     d = one(8, 4, 1, 3)
     sizes = Sizes(batch, groups, q, k, d, d if shared else one(8, 3, 1, 4))
+    number = lambda name, *xs: st.tuples(st.just(name), st.sampled_from(xs))
+    mask = st.tuples(st.just("mask"), st.sampled_from(KEYS), st.sampled_from(FILLS), st.sampled_from(APPLIED), st.integers(0, 31))
     step = st.one_of(
-        st.tuples(st.just("scale"), st.sampled_from((0.5, -0.7, 2, 1.0))), st.tuples(st.just("divide"), st.sampled_from((2.0, 3))),
-        st.tuples(st.just("temperature")), st.tuples(st.just("softcap"), st.sampled_from((2.0, 30.0))), st.tuples(st.just("shift"), st.sampled_from((1.5, -2))),
-        st.tuples(st.just("float")), st.tuples(st.just("double")), st.tuples(st.just("bounded")), st.tuples(st.just("scale_"), st.sampled_from((0.5,))),
-        st.tuples(st.just("mask"), st.sampled_from(KEYS), st.sampled_from(FILLS), st.sampled_from(APPLIED), st.integers(0, 31)),
-        st.tuples(st.just("mask"), st.sampled_from(KEYS), st.sampled_from(FILLS), st.sampled_from(APPLIED), st.integers(0, 31)),
+        number("scale", 0.5, -0.7, 2, 1.0), number("divide", 2.0, 3), number("softcap", 2.0, 30.0), number("shift", 1.5, -2), number("scale_", 0.5),
+        *(st.tuples(st.just(name)) for name in ("temperature", "float", "double", "bounded")), mask, mask,
         st.tuples(st.just("bias"), st.sampled_from(BIASES), st.integers(0, 31)))
     rarely = lambda *xs: one(*xs) if draw(st.integers(0, 3)) == 0 else "none"
     longer = None
