@@ -83,15 +83,15 @@ def _say_once(reason: str) -> None:
         warnings.warn(f"attnfuse computes an attention by the tiled loop in PyTorch: {reason}", stacklevel=3)
 
 
-def _generated(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None) -> Result | None:
-    """The generated kernel's result; None, said once, where there is none."""
+def _generated(which: Literal["forward", "backward"], *args: Any) -> Any:
+    """What the generated kernels give for the arguments of `launch.forward` or `launch.backward`; None, said once, where there are none."""
     try:
         launch: Any = importlib.import_module("attnfuse.codegen.launch")
     except ImportError as e:
         _say_once(f"the generated kernels are not available ({e})")
         return None
     try:
-        return launch.forward(spec, operands, sizes, seed)
+        return getattr(launch, which)(*args)
     except launch.Unsupported as e:
         _say_once(str(e))
     except Exception as e:
@@ -113,7 +113,7 @@ def _forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Seque
         if device == "cpu":
             fast = cpu.forward(spec, operands, sizes)
         elif device == "cuda" and current().executor != "torch":
-            fast = _generated(spec, operands, sizes, seed)
+            fast = _generated("forward", spec, operands, sizes, seed)
         if fast is not None:
             return fast
     return walker.forward(spec, operands, sizes, seed)
@@ -140,6 +140,8 @@ def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor]
         grads = None
         if _forced == "auto" and grad_out.device.type == "cpu":
             grads = cpu.backward(parsed, grad_out, operands, out, stats, sizes, needs)
+        elif grad_out.device.type == "cuda" and (_forced == "triton" or (_forced == "auto" and current().executor != "torch")):
+            grads = _generated("backward", parsed, grad_out, operands, out, stats, sizes, seed, needs)
         if grads is None:
             grads = walker.backward(parsed, grad_out, operands, out, stats, sizes, seed, needs)
     return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]

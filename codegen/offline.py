@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from ..spec import AttentionSpec, dtype_of
-from . import launch
+from . import launch, launch_backward
 from .arguments import Size, number
-from .forward import emit
+from .backward import emit as emit_backward
+from .forward import Kernel, emit
 from .plan import KernelPlan
 from .tiles import known
 
@@ -52,37 +53,54 @@ def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[t
     Raises:
         Unsupported: this attention has no kernel.
     """
+    plan = plan or launch.plans(spec, operands, sizes, known(*target))[0]
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    function, kernel = launch.function(spec, plan, launch.recorded(operands, sizes)), emit(spec, plan)
+    shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
+    integers = [number(a, named, shapes, strides, {"out": launch.out_strides(spec, named)}) for a in kernel.integers]
+    special = {"out": dtype_of(spec.out_dtype), "stats": torch.float32, "seed": torch.int64}
+    return _compile(function, kernel, plan, integers, dict(enumerate(t.dtype for t in operands)) | special, target)
+
+
+def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target, what: str,
+                     plan: KernelPlan | None = None) -> Compiled:
+    """Compile one backward kernel; `what` as of `backward.emit`, the rest as of `compile_only`."""
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    out = torch.empty_strided([named[a] for a in spec.out_axes], launch.out_strides(spec, named), dtype=dtype_of(spec.out_dtype), device="meta")
+    plan = plan or launch_backward.plans(spec, (out, out), operands, named, known(*target), what)[0]
+    function, kernel = launch_backward.function(spec, plan, what, launch.recorded(operands, sizes)), emit_backward(spec, plan, what)
+    roles = {"grad_q": spec.query, "grad_k": spec.key, "grad_v": spec.value}
+    gradients = {name: torch.empty(operands[a.operand].shape, dtype=operands[a.operand].dtype, device="meta") for name, a in roles.items()}
+    integers = launch_backward.numbers(kernel, named, operands, {"out": out, "grad_out": out, **gradients})
+    dtypes = dict(enumerate(t.dtype for t in operands)) | {n: t.dtype for n, t in gradients.items()}
+    dtypes |= dict.fromkeys(("stats", "shift", "log_sum", "delta"), torch.float32) | {"out": out.dtype, "grad_out": out.dtype}
+    return _compile(function, kernel, plan, integers, dtypes | {"seed": torch.int64, "unseen": torch.int32}, target)
+
+
+def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence[int], dtypes: Mapping[object, torch.dtype],
+             target: Target) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    device = known(*target)
-    plan = plan or launch.plans(spec, operands, sizes, device)[0]
-    function = launch.function(spec, plan, launch.recorded(operands, sizes))
-    signature, constants, attributes = _specialise(spec, plan, sizes, operands, function.arg_names)
+    signature, constants, attributes = _specialise(kernel, integers, dtypes, function.arg_names)
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
-    compiled = triton.compile(source, target=GPUTarget(*target, device.lanes), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*target, known(*target).lanes), options=options)
     registers, spills = _usage(compiled.asm["cubin"]) if target[0] == "cuda" else _amd_usage(compiled.asm.get("amdgcn", ""))
     return Compiled(plan, compiled.metadata.shared, registers, spills, compiled.asm.get("cubin"))
 
 
-def _specialise(spec: AttentionSpec, plan: KernelPlan, sizes: Sequence[int], operands: Sequence[torch.Tensor],
+def _specialise(kernel: Kernel, integers: Sequence[int], dtypes: Mapping[object, torch.dtype],
                 names: Sequence[str]) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list[list[object]]]]:
     """Types, constants and divisibilities of the arguments, as Triton's launcher would find them for aligned tensors."""
-    kernel = emit(spec, plan)
-    named = dict(zip(spec.size_names, sizes, strict=True))
-    shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(kernel.constants)
     aligned: list[str] = []
-    special = {"out": dtype_of(spec.out_dtype), "stats": torch.float32, "seed": torch.int64}
     for pointer in kernel.pointers:
-        dtype = special[pointer.operand] if isinstance(pointer.operand, str) else operands[pointer.operand].dtype
-        signature[pointer.name] = f"*{_TYPES[dtype]}"
+        signature[pointer.name] = f"*{_TYPES[dtypes[pointer.operand]]}"
         aligned.append(pointer.name)
-    for argument in kernel.integers:
-        value = number(argument, named, shapes, strides, {"out": launch.out_strides(spec, named)})
+    for argument, value in zip(kernel.integers, integers, strict=True):
         if value == 1 and not isinstance(argument, Size):
             constants[argument.name] = 1
             continue

@@ -87,6 +87,8 @@ def covers(access: Access, lengths: Mapping[str, int], sizes: Mapping[str, int],
     Raises:
         Unsupported: it is not proven that the map names each element at most once, counted from the front.
     """
+    if 0 in lengths.values():
+        return 0 in shape
     axes = tuple(n for n, length in lengths.items() if length > 1)
     used: set[str] = set()
     for dim, index in enumerate(access.index):

@@ -111,6 +111,72 @@ def test_every_candidate_fits_and_a_smaller_one_follows() -> None:
                 assert last < first
 
 
+# ---- backward
+
+def check_backward(name: str, dtype: str, depth: int, target: offline.Target, value_depth: int = 0) -> None:
+    """Each backward kernel: within the device, no spills beyond what is told, no product that reads a wrong descriptor."""
+    case = BY_NAME[name]
+    operands, sizes = case.inputs(Shape((4, 16), 1024, 1024, depth, value_depth or depth), getattr(torch, dtype), 0)
+    for what in ("rows", "keys_values", "queries"):
+        report = offline.compile_backward(case.spec(dtype), sizes, [t.to("meta") for t in operands], target, what)
+        limit = known(*target).shared
+        assert report.shared <= limit and report.plan.shared <= limit
+        assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
+        assert (report.spills or 0) <= (4096 if dtype == "float32" else 512 if depth > 128 else 256 if depth == 128 else 64), (what, report)
+        if target == ("cuda", 90):
+            assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass")), what
+
+
+@pytest.mark.parametrize("name, dtype, depth, value_depth, target", [
+    ("causal_inf", "bfloat16", 128, 128, ("cuda", 90)), ("causal_padding_min", "bfloat16", 64, 64, ("cuda", 90)),
+    ("plain", "bfloat16", 32, 16, ("cuda", 90)), ("grouped", "float16", 64, 64, ("cuda", 80)), ("causal_padding_min", "float16", 128, 128, ("cuda", 80)),
+])
+def test_backward_resources(name: str, dtype: str, depth: int, value_depth: int, target: offline.Target) -> None:
+    check_backward(name, dtype, depth, target, value_depth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", (("cuda", 80), ("cuda", 90), ("cuda", 100)), ids=lambda t: str(t[1]))
+@pytest.mark.parametrize("depth", (16, 40, 64, 128, 256))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("name", ("plain", "causal_inf", "causal_padding_min", "window", "bias", "dropout", "softcap_causal", "grouped"))
+def test_every_backward_resource(name: str, dtype: str, depth: int, target: offline.Target) -> None:
+    check_backward(name, dtype, depth, target)
+
+
+def backward_text(name: str, what: str, dtype: str = "bfloat16", depth: int = 64) -> str:
+    """The source of a backward kernel."""
+    from attnfuse.codegen import backward, launch_backward
+
+    case = BY_NAME[name]
+    operands, sizes = meta(case, dtype, depth)
+    spec = case.spec(dtype)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    out = operands[0]
+    return backward.emit(spec, launch_backward.plans(spec, (out, out), operands, named, known("cuda", 90), what)[0], what).source
+
+
+def test_full_tiles_of_backward_have_no_mask_code() -> None:
+    for what in ("keys_values", "queries"):
+        full, cut, *_ = loops(backward_text("causal_inf", what))
+        assert "mask" not in full and "where" not in full
+        assert "<= offs_m" in cut and "_mask" in cut
+
+
+def test_backward_sweeps_only_where_something_was_skipped_that_counts() -> None:
+    for what in ("keys_values", "queries"):
+        assert "unseen" in backward_text("causal_padding_min", what) and len(loops(backward_text("causal_padding_min", what))) == 3
+        assert "unseen" not in backward_text("plain", what) and "unseen" not in backward_text("causal_padding_zero", what)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_backward_files_are_python(name: str) -> None:
+    for what in ("rows", "keys_values", "queries", "keys", "values"):
+        source = backward_text(name, what)
+        compile(source, name, "exec")
+        assert max(map(len, source.splitlines())) <= 190
+
+
 # ---- the text
 
 def text(name: str, dtype: str = "bfloat16", depth: int = 64) -> str:

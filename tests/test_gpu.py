@@ -102,3 +102,99 @@ def test_half_products_from_a_model(dtype: str, seed: int) -> None:
     error = lambda x: ((x.double() - exact).norm() / exact.norm()).item()
     worst = lambda x: (x.double() - exact).abs().max().item()
     assert error(fused) <= max(1.2 * error(eager), 1e-6) and worst(fused) <= max(2 * worst(eager), 1e-5)
+
+
+# ---- backward
+
+BACKWARD = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 3e-6}
+"""As `DTYPES`; a gradient passes through one rounded factor more."""
+
+
+def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda t: t) -> list[torch.Tensor | None]:
+    """Gradients of queries, keys and values from generated kernels, against autograd through the reference in float64."""
+    operands, sizes = case.inputs(shape, getattr(torch, dtype), seed)
+    operands = [move(t.cuda()) for t in operands]
+    spec = case.spec(dtype)
+    drop = torch.tensor([seed + (seed << 32)], device="cuda") if spec.dropouts else None
+    out, stats = launch.forward(spec, operands, sizes, drop)
+    grad_out = move(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype).cuda())
+    needs = [n < 3 for n in range(len(operands))]
+    grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
+    leaves = [t.double().requires_grad_() if n < 3 else t for n, t in enumerate(operands)]
+    exact = torch.autograd.grad(reference(spec, leaves, sizes, drop, dtype=torch.float64), leaves[:3], grad_out.double(), allow_unused=True)
+    exact = [torch.zeros_like(t) if g is None else g for g, t in zip(exact, leaves, strict=False)]
+    scale = max(x.nan_to_num().norm().item() for x in exact)
+    for got, want in zip(grads, exact, strict=False):
+        assert got is not None and torch.equal(got.isnan(), want.isnan())
+        # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
+        error = (got.double() - want).nan_to_num().norm().item() / max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)
+        assert error <= BACKWARD[dtype], error
+    return grads
+
+
+@pytest.fixture
+def poisoned_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnfuse.codegen import launch_backward
+
+    scratch = launch_backward._scratch
+    monkeypatch.setattr(launch_backward, "_scratch", lambda *args: scratch(*args).fill_(12345.0))
+
+
+@pytest.mark.usefixtures("poisoned_backward")
+@pytest.mark.parametrize("dtype, shape", [
+    ("bfloat16", Shape((1, 2), 300, 300, 64, 64)), ("bfloat16", Shape((1, 2), 129, 165, 40, 72)), ("float16", Shape((1, 2), 200, 130, 128, 128)),
+    ("float32", Shape((1, 2), 130, 130, 64, 64)), ("bfloat16", Shape((1, 2), 77, 90, 256, 16)),
+], ids=lambda x: x if isinstance(x, str) else f"{x.queries}x{x.keys}x{x.depth}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_backward_of_every_mechanism(case: Case, dtype: str, shape: Shape, seed: int) -> None:
+    check_backward(case, shape, dtype, seed)
+
+
+@pytest.mark.usefixtures("poisoned_backward")
+@pytest.mark.parametrize("length", (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000))
+@pytest.mark.parametrize("name", ("plain", "causal_padding_min", "grouped"))
+def test_backward_of_every_length(name: str, length: int, seed: int) -> None:
+    check_backward(BY_NAME[name], Shape((2, 2), length, length, 64, 64), "bfloat16", seed)
+
+
+@pytest.mark.usefixtures("poisoned_backward")
+@pytest.mark.parametrize("move", (lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+                                  lambda t: t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() == 4 else t,
+                                  lambda t: t[:, :1].expand(t.shape) if t.dim() == 4 else t), ids=("transposed", "heads_last", "expanded"))
+def test_backward_of_every_layout(move, seed: int) -> None:
+    check_backward(BY_NAME["causal_inf"], Shape((2, 4), 150, 150, 64, 64), "bfloat16", seed, move)
+
+
+def test_backward_with_a_grid_beyond_65535(seed: int) -> None:
+    check_backward(BY_NAME["plain"], Shape((2, 32769), 4, 4, 16, 16), "float32", seed)
+
+
+def test_backward_gives_the_same_bits_every_time(seed: int) -> None:
+    first, second = (check_backward(BY_NAME["grouped"], Shape((2, 8), 500, 500, 64, 64), "bfloat16", seed) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+def test_backward_of_a_model(dtype: str, seed: int) -> None:
+    """Gradients of a compiled chain come from generated kernels, and are as exact as eager's."""
+    import attnfuse  # noqa: F401
+    from attnfuse.codegen import launch_backward
+
+    torch.manual_seed(seed)
+    leaves = [torch.randn(2, 4, 257, 64, device="cuda", dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3)]
+
+    def written(q, k, v):
+        n = q.size(-2)
+        keep = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    grad_out = torch.randn(2, 4, 257, 64, generator=torch.Generator().manual_seed(seed)).cuda().to(leaves[0].dtype)
+    torch._dynamo.reset()
+    launch_backward._runs.clear()
+    run = lambda f, x, g: torch.autograd.grad(f(*x), x, g)
+    fused, eager = run(torch.compile(written, backend="attnfuse"), leaves, grad_out), run(written, leaves, grad_out)
+    assert launch_backward._runs
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    for a, b, exact in zip(fused, eager, run(written, wide, grad_out.double()), strict=True):
+        error = lambda x: ((x.double() - exact).norm() / exact.norm()).item()  # noqa: B023
+        assert error(a) <= max(1.2 * error(b), 1e-6)
