@@ -137,27 +137,16 @@ def _run(call: Node) -> tuple[list[_Step], Tensor]:
         raise Refused(Reason.DYNAMIC, call.name, "expand")
     if any(getattr(s.function, "__name__", "") in DEFINITIONS for s in record.steps):
         raise Refused(Reason.UNKNOWN_OP, call.name, "expand", "this version of PyTorch does not let the call be taken apart")
-    result = out[0] if isinstance(out, tuple) else out
-    return _needed(record.steps, result), result
-
-
-def _needed(steps: Sequence[_Step], result: Tensor) -> list[_Step]:
-    """The steps that the result depends on: what a definition makes of the weights is left out."""
-    wanted, out = {id(result)}, []
-    for step in reversed(steps):
-        if not wanted.isdisjoint(id(x) for x in tree_leaves(step.out)):
-            wanted.update(id(x) for x in tree_leaves((step.args, step.kwargs)) if isinstance(x, Tensor))
-            out.append(step)
-    return out[::-1]
+    return record.steps, out[0] if isinstance(out, tuple) else out
 
 
 def _fake_mode(call: Node) -> FakeTensorMode:
     """The mode of the call's own arguments, which must all be ordinary fake tensors."""
     values = [nodes.value(n) for n in nodes.inputs(call)]
     tensors = [x for x in values if isinstance(x, Tensor)]
-    odd = next((x for x in tensors if type(x).__name__ != "FakeTensor" or x.is_nested or x.layout != torch.strided), None)
+    odd = next((x for x in tensors if type(x).__name__ != "FakeTensor"), None)
     if not tensors or odd is not None:
-        what = "no example values" if odd is None else "a nested tensor" if odd.is_nested else f"a {type(odd).__name__} of layout {odd.layout}"
+        what = "no example values" if odd is None else "a nested tensor" if odd.is_nested else f"a {type(odd).__name__}"
         raise Refused(Reason.NOT_EXPRESSIBLE, call.name, "expand", what)
     return tensors[0].fake_mode  # type: ignore[attr-defined]
 

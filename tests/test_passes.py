@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from attnfuse.passes import pipeline
+from attnfuse.passes import nodes, pipeline
+from attnfuse.passes.region import memory_order
 from attnfuse.program import show
 from attnfuse.report import Report
 from attnfuse.settings import Settings
@@ -180,3 +181,42 @@ def test_a_failing_pass_leaves_the_graph_and_says_so(monkeypatch: pytest.MonkeyP
     compiled, _ = rewrite(fn, Settings(strict=True))
     with pytest.raises(Exception, match="no"):
         compiled(*x)
+
+
+@pytest.mark.parametrize("follow, dead", [
+    (lambda x: x.view(-1).sum(), True),
+    (lambda x: (x + 1,), False),                                     # returned
+    (lambda x: x.add_(1.0), False),
+    (lambda x: torch._assert(x.sum() > 0, ""), False),
+    (lambda x: outside(x), False),                                   # nobody knows what it does
+    (lambda x: [x := x + 1 for _ in range(17)], False),              # too long to look through
+], ids=["views", "returned", "in_place", "assertion", "unknown", "long"])
+def test_what_counts_as_dead_code(follow, dead: bool) -> None:
+    def fn(x):
+        weights = x.softmax(-1)
+        found = follow(weights)
+        return found if isinstance(found, tuple) else x
+
+    graph = torch.fx.symbolic_trace(fn).graph
+    softmax = next(n for n in graph.nodes if n.target == "softmax")
+    assert bool(nodes.dead_end(next(iter(softmax.users)))) is dead
+
+
+@torch.fx.wrap
+def outside(x: torch.Tensor) -> torch.Tensor:
+    """A function that is no part of PyTorch."""
+    return x
+
+
+@pytest.mark.parametrize("shape, order", [((2, 4, 7, 16), (0, 1, 2, 3)), ((2, 4, 7, 16), (2, 0, 1, 3)), ((2, 4, 1, 16), (0, 2, 1, 3)),
+                                          ((2, 1, 7, 16), (0, 2, 1, 3)), ((1, 4, 7, 16), (1, 0, 2, 3)), ((2, 1, 1, 3), (0, 1, 2, 3))])
+def test_memory_order_gives_the_strides_back(shape: tuple[int, ...], order: tuple[int, ...]) -> None:
+    x = torch.empty([shape[d] for d in order]).permute([order.index(d) for d in range(4)])
+    found = memory_order(x)
+    assert found is not None
+    again = torch.empty([shape[d] for d in found]).permute([found.index(d) for d in range(4)])
+    assert (x.shape, x.stride()) == (again.shape, again.stride())
+
+
+def test_a_tensor_with_gaps_has_no_memory_order() -> None:
+    assert memory_order(torch.empty(2, 4, 7, 16)[..., :8]) is None
