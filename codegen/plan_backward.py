@@ -21,8 +21,9 @@ _LEAST_WIDTH = 64
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 
 # (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …]). Hopper's first choices were the fastest of a handful measured
-# on an H200 at 4096 tokens, although that of dK and dV spills at 128 (1.18 ms, causal; 32x64, which does not, 1.39) and 256 (2.1; 32x32,
-# 5.4). 32x64 for the keys and 64x32 for the queries are left out at 256: tests/sass.py finds misread descriptors there. Ampere's and those of float32 were compiled without spilling much.
+# on an H200 at 4096 tokens. That of dK and dV spills at 128 and 256 and is the fastest all the same (causal: 1.18 ms at 128, 1.39 without
+# spills in 32x64; 2.1 ms at 256, 5.4 in 32x32). At 256 there is no 32x64 for keys and no 64x32 for queries: tests/sass.py finds misread
+# descriptors in those. Ampere's and float32's were only compiled.
 _SMALLEST: tuple[Shape, ...] = ((32, 32, 4, 1), (16, 16, 4, 1))
 _KEYS_HOPPER: Table = (
     (64, ((64, 64, 4, 3), (32, 64, 4, 2), *_SMALLEST)),

@@ -123,7 +123,7 @@ def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda 
     leaves = [t.double().requires_grad_() if n < 3 else t for n, t in enumerate(operands)]
     exact = torch.autograd.grad(reference(spec, leaves, sizes, drop, dtype=torch.float64), leaves[:3], grad_out.double(), allow_unused=True)
     exact = [torch.zeros_like(t) if g is None else g for g, t in zip(exact, leaves, strict=False)]
-    scale = max(x.nan_to_num().norm().item() for x in exact)
+    scale = max(x.nan_to_num().norm().item() for x in (*exact, grad_out))
     for got, want in zip(grads, exact, strict=False):
         assert got is not None and torch.equal(got.isnan(), want.isnan())
         # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
