@@ -83,7 +83,7 @@ def task(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Mapping[s
     """
     for expr in (spec.score, spec.weight, *spec.extra_terms):
         for node in loads(expr):
-            if node.kind == "float" and needs[int(node.attr)] and _has_slope(expr, node, spec):  # type: ignore[arg-type]
+            if node.kind == "float" and needs[int(node.attr)] and adjoint(expr, node) != ZERO:  # type: ignore[arg-type]
                 raise Unsupported(f"the gradient of {spec.operands[int(node.attr)].name}, which the scores or weights read: "  # type: ignore[arg-type]
                                   "the generated backward kernels have those of queries, keys and values only")
     shared = shared_axes(spec)
@@ -110,11 +110,6 @@ def task(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Mapping[s
     if "grad_q" in names:
         kernels.append("queries")
     return Task(tuple(roles), covered, tuple(kernels))
-
-
-def _has_slope(expr: Any, node: Any, spec: AttentionSpec) -> bool:
-    """Whether a gradient reaches a loaded value at all."""
-    return adjoint(expr, node) != ZERO
 
 
 def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,

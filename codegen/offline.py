@@ -77,7 +77,7 @@ def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequen
     return _compile(function, kernel, plan, integers, dtypes | {"seed": torch.int64, "unseen": torch.int32}, target)
 
 
-def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence[int], dtypes: Mapping[object, torch.dtype],
+def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence[int], dtypes: Mapping[Any, torch.dtype],
              target: Target) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -91,7 +91,7 @@ def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence
     return Compiled(plan, compiled.metadata.shared, registers, spills, compiled.asm.get("cubin"))
 
 
-def _specialise(kernel: Kernel, integers: Sequence[int], dtypes: Mapping[object, torch.dtype],
+def _specialise(kernel: Kernel, integers: Sequence[int], dtypes: Mapping[Any, torch.dtype],
                 names: Sequence[str]) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], list[list[object]]]]:
     """Types, constants and divisibilities of the arguments, as Triton's launcher would find them for aligned tensors."""
     signature: dict[str, str] = {}
