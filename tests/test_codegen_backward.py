@@ -81,7 +81,7 @@ def truth(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
 
 
 def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: int, needs: Sequence[bool] | None = None,
-          layout=lambda g: g, statistics: str = "generated") -> list[torch.Tensor | None]:
+          layout=lambda g: g, statistics: str = "generated", limits: tuple[float, float] = (2e-3, 2e-6)) -> list[torch.Tensor | None]:
     """Gradients are as near to the oracle's as rounding explains, NaN where they are, and of the operand's shape and dtype."""
     drop = torch.tensor([seed + (seed << 32)]) if spec.dropouts else None
     needs = [n in {a.operand for a in (spec.query, spec.key, spec.value)} for n in range(len(operands))] if needs is None else needs
@@ -91,6 +91,7 @@ def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     exact = truth(spec, operands, sizes, drop, grad_out, needs)
     half = any(t.dtype != torch.float32 for t in (out, *(operands[a.operand] for a in (spec.query, spec.key, spec.value))))
     plain = exact if half else truth(spec, operands, sizes, drop, grad_out, needs, torch.float32)
+    half_limit, float_limit = limits
     scale = max([x.nan_to_num().norm().item() for x in (*exact, grad_out) if x is not None])
     for got, want, eager, operand in zip(grads, exact, plain, operands, strict=True):
         if want is None or eager is None:
@@ -101,15 +102,16 @@ def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
         # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
         norm = max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)
         error = lambda x: (x.double() - want).nan_to_num().norm().item() / norm  # noqa: B023
-        # Scores are computed again, summed in another order than when the statistics were taken: where they are in the hundreds
-        # (a square of the product) float32 feels that, and eager, which computes them once, does not.
-        assert error(got) <= (2e-3 if half else max(16.0 * error(eager), 1e-6)), (error(got), error(eager))
+        assert error(got) <= (half_limit if half else max(3.0 * error(eager), float_limit)), (error(got), error(eager))
     return grads
 
 
 def run(case: Case, shape: Shape, dtype: torch.dtype, seed: int) -> None:
     operands, sizes = case.inputs(shape, dtype, seed)
-    check(case.spec(str(dtype).removeprefix("torch.")), operands, sizes, seed)
+    # Scores are computed again, in another order than when the statistics were taken. Where they are in the hundreds (a square of
+    # the product) their last place is 3e-5, and eager, which computes them once, does not feel it.
+    limits = (5e-3, 1e-4) if case.name == "powers" else (2e-3, 2e-6)
+    check(case.spec(str(dtype).removeprefix("torch.")), operands, sizes, seed, limits=limits)
 
 
 @interpreted
