@@ -155,7 +155,7 @@ def dead_end(node: Node) -> list[Node]:
     """A node and everything made from it, where nothing comes of it: calls without effects whose results nobody uses. Else nothing."""
     found = [node]
     for n in found:
-        if n.op == "output" or n.is_impure() or mutated(n) or not is_builtin(n) or len(found) > _MOST_DEAD:
+        if n.is_impure() or mutated(n) or not is_builtin(n) or len(found) > _MOST_DEAD:
             return []
         found += [u for u in n.users if u not in found]
     return found

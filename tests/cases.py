@@ -499,6 +499,12 @@ def router_before_a_layer(x, w, u):
     return F.linear(F.linear(x, w).softmax(-1), u) @ x.mT
 
 
+@case(inputs=plus(qkv, lambda g: rn(g, 3, LK)), reason=Reason.NO_VALUE_PRODUCT)
+def weights_into_a_classifier(q, k, v, w):
+    """a layer on the weights, but no values"""
+    return F.linear((q @ t(k)).softmax(-1), w) + v.sum()
+
+
 @case(inputs=plus(qkv, lambda g: rn(g, B, H, LQ, LK).abs()), reason=Reason.WEIGHT_PROGRAM)
 def normalised_once_more(q, k, v, g):
     p = (q @ t(k)).softmax(-1) * g

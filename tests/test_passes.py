@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from attnfuse.passes import nodes, pipeline
+from attnfuse.passes import assemble, nodes, pipeline
 from attnfuse.passes.region import memory_order
 from attnfuse.program import show
 from attnfuse.report import Report
@@ -216,6 +216,14 @@ def test_memory_order_gives_the_strides_back(shape: tuple[int, ...], order: tupl
     assert found is not None
     again = torch.empty([shape[d] for d in found]).permute([found.index(d) for d in range(4)])
     assert (x.shape, x.stride()) == (again.shape, again.stride())
+
+
+def test_a_result_in_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "memory_order", lambda x: (1, 0, 2))
+    compiled, reports = rewrite(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+    x = [torch.randn(2, 5, 16) for _ in range(3)]
+    compiled(*x)
+    assert [s.reason.reason.name for s in reports[0].sites if s.reason] == ["METADATA"]
 
 
 def test_a_tensor_with_gaps_has_no_memory_order() -> None:
