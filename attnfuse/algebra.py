@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import sympy
 
@@ -22,7 +23,9 @@ LONGEST = 1 << 24
 """No axis is longer: a bound for arithmetic in narrow integers."""
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg"})
 _NONE = (None, None)
-Bounds = tuple[sympy.Expr | None, sympy.Expr | None]
+Poly = Any
+"""A sympy expression; what sympy says of its types is too narrow to be checked."""
+Bounds = tuple[Poly | None, Poly | None]
 
 
 class _FloorDiv(sympy.Function):
@@ -48,17 +51,17 @@ class Algebra:
         self.loaded: dict[int, tuple[int, int]] = {}       # operand → least and greatest value of its elements, where known
         self._atoms: dict[sympy.Symbol, Expr] = {}
         self._done: dict[Expr, Expr] = {}
-        self._polys: dict[Expr, sympy.Expr] = {}
+        self._polys: dict[Expr, Poly] = {}
 
     # ---- integers
 
-    def poly(self, expr: Expr) -> sympy.Expr:
+    def poly(self, expr: Expr) -> Poly:
         """An integer program as an expanded polynomial over atoms (axes, sizes, loads, quotients …)."""
         if expr not in self._polys:
             self._polys[expr] = self._poly(expr)
         return self._polys[expr]
 
-    def _poly(self, expr: Expr) -> sympy.Expr:
+    def _poly(self, expr: Expr) -> Poly:
         if expr.op == "const":
             return sympy.Integer(expr.attr)
         if expr.op in _ARITHMETIC:
@@ -72,7 +75,7 @@ class Algebra:
         self._atoms[symbol] = expr
         return symbol
 
-    def _divide(self, op: str, a: sympy.Expr, n: sympy.Expr) -> sympy.Expr:
+    def _divide(self, op: str, a: Poly, n: Poly) -> Poly:
         """Take out of a // n or a % n every term that n divides; drop the rest where it is proven to lie in [0, n)."""
         if n == 0:                                     # a length of an empty tensor: no element asks for the value
             return _FloorDiv(a, n) if op == "floordiv" else _Mod(a, n)
@@ -94,12 +97,12 @@ class Algebra:
             return sympy.expand(whole + inner if op == "floordiv" else g * inner + r)
         return sympy.expand(whole + _FloorDiv(rest, n) if op == "floordiv" else _Mod(rest, n))
 
-    def _within(self, poly: sympy.Expr, n: sympy.Expr) -> bool:
+    def _within(self, poly: Poly, n: Poly) -> bool:
         """Whether 0 <= poly < n is proven."""
         low, high = self.bounds(poly)
         return low is not None and high is not None and self.nonnegative(low) and self.nonnegative(n - 1 - high)
 
-    def _common_factor(self, poly: sympy.Expr, n: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr] | None:
+    def _common_factor(self, poly: Poly, n: Poly) -> tuple[Poly, Poly, Poly] | None:
         """(g, y, r) with poly = g·y + r, 0 <= r < g, and g a proper divisor of the number n."""
         if not n.is_Integer:
             return None
@@ -112,7 +115,7 @@ class Algebra:
                     return g, sympy.expand(sympy.Add(*multiple) / g), r
         return None
 
-    def expr(self, poly: sympy.Expr) -> Expr:
+    def expr(self, poly: Poly) -> Expr:
         """Back from a polynomial; positive terms first, so that a difference prints as one."""
         terms = sorted(sympy.Add.make_args(poly), key=lambda t: (t.could_extract_minus_sign(), t.is_number, str(t)))
         out: Expr | None = None
@@ -122,7 +125,7 @@ class Algebra:
             out = piece if out is None else apply("sub" if minus else "add", out, piece)
         return out or const(0)
 
-    def _product(self, term: sympy.Expr) -> Expr:
+    def _product(self, term: Poly) -> Expr:
         out: Expr | None = None
         for factor in sorted(sympy.Mul.make_args(term), key=lambda f: (f.is_number, str(f))):
             base, power = factor.as_base_exp()
@@ -132,7 +135,7 @@ class Algebra:
         assert out is not None
         return out
 
-    def _atom(self, base: sympy.Expr) -> Expr:
+    def _atom(self, base: Poly) -> Expr:
         if base.is_Integer:
             return const(int(base))
         if isinstance(base, (_FloorDiv, _Mod)):
@@ -140,17 +143,17 @@ class Algebra:
             return apply("floordiv" if isinstance(base, _FloorDiv) else "mod", a, n)
         return self._atoms[base]  # type: ignore[index]
 
-    def bounds(self, poly: sympy.Expr) -> Bounds:
+    def bounds(self, poly: Poly) -> Bounds:
         """Least and greatest value, as polynomials in sizes; None where nothing is known."""
-        low: sympy.Expr | None = sympy.Integer(0)
-        high: sympy.Expr | None = sympy.Integer(0)
+        low: Poly | None = sympy.Integer(0)
+        high: Poly | None = sympy.Integer(0)
         for term in sympy.Add.make_args(sympy.expand(poly)):
             a, b = self._term_bounds(term)
             low = None if low is None or a is None else low + a
             high = None if high is None or b is None else high + b
         return low, high
 
-    def _term_bounds(self, term: sympy.Expr) -> Bounds:
+    def _term_bounds(self, term: Poly) -> Bounds:
         """Of one product. More than one varying factor counts only where all are known to be non-negative."""
         low, high, factor = sympy.Integer(1), sympy.Integer(1), sympy.Integer(1)
         for part in sympy.Mul.make_args(term):
@@ -169,13 +172,13 @@ class Algebra:
         scale = lambda x: None if x is None else sympy.expand(x * factor)
         return scale(low), scale(high)
 
-    def _atom_bounds(self, base: sympy.Expr) -> Bounds:
+    def _atom_bounds(self, base: Poly) -> Bounds:
         if isinstance(base, _Mod):
-            positive = self.nonnegative(base.args[1] - 1)
-            return (sympy.Integer(0), base.args[1] - 1) if positive else _NONE
+            most: Poly = base.args[1]
+            return (sympy.Integer(0), most - 1) if self.nonnegative(most - 1) else _NONE
         if isinstance(base, _FloorDiv):
             a, b = self.bounds(base.args[0])
-            n = base.args[1]
+            n: Poly = base.args[1]
             if not self.nonnegative(n - 1):
                 return _NONE
             floor = lambda x: x // n if x is not None and x.is_Integer and n.is_Integer else None
@@ -196,7 +199,7 @@ class Algebra:
             return sympy.Integer(low), sympy.Integer(high)
         return _NONE
 
-    def extreme(self, poly: sympy.Expr, sign: int) -> int | None:
+    def extreme(self, poly: Poly, sign: int) -> int | None:
         """The greatest (sign 1) or least (-1) value of a polynomial in sizes, if no size exceeds `LONGEST`; None where unknown."""
         total = 0
         for term in sympy.Add.make_args(sympy.expand(poly)):
@@ -208,11 +211,11 @@ class Algebra:
                 total += int(factor) * LONGEST ** sum(int(power) for _, power in sizes)
         return total
 
-    def _is_length(self, base: sympy.Expr) -> bool:
+    def _is_length(self, base: Poly) -> bool:
         expr = self._atoms.get(base)  # type: ignore[arg-type]
         return expr is not None and expr.op == "size" and self.nonnegative(base)
 
-    def nonnegative(self, poly: sympy.Expr) -> bool:
+    def nonnegative(self, poly: Poly) -> bool:
         """Whether a polynomial in sizes is proven to be >= 0: every coefficient is, once sizes are written as least + t."""
         poly = sympy.expand(poly)
         if poly.is_Integer:
@@ -294,7 +297,7 @@ class Algebra:
         return apply(node.op, self.expr(left), self.expr(sympy.expand(gap + left)))
 
 
-def _recombined(poly: sympy.Expr) -> sympy.Expr:
+def _recombined(poly: Poly) -> Poly:
     """n·(x // n) + x % n = x: what taking an index apart and putting it together again leaves."""
     for rest in poly.atoms(_Mod):
         x, n = rest.args
@@ -324,7 +327,7 @@ def _fold(node: Expr) -> Expr | None:
     return const(bool(out)) if node.kind == "bool" else const(int(out))
 
 
-_FOLD: dict[str, Callable[..., float | int | bool]] = {
+_FOLD: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
     "floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b, "min": min, "max": max, "pow": lambda a, b: math.pow(a, b),
     "neg": lambda a: -a, "abs": abs, "exp": math.exp, "log": math.log, "sqrt": math.sqrt, "rsqrt": lambda a: 1 / math.sqrt(a),

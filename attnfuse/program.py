@@ -333,7 +333,7 @@ def show(expr: Expr, names: Mapping[int, str] | None = None, strength: int = 0) 
         return {"dot": "s", "weight": "p"}[expr.op]
     if expr.op == "keep":
         stream, p = expr.attr  # type: ignore[misc]
-        return f"dropout{stream or ''}({number(p)})"
+        return f"dropout{stream or ''}({number(float(p))})"  # type: ignore[arg-type]
     if expr.op == "load":
         name = (names or {}).get(int(expr.attr), f"t{expr.attr}")  # type: ignore[arg-type]
         return f"{name}[{', '.join(show(a, names) for a in expr.args)}]"

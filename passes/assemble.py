@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..algebra import Algebra
 from ..program import Expr, apply, axis, const, depends, linear_in_weight, load, loads, rewrite, size, substitute, walk
@@ -150,7 +151,7 @@ def _reaches(value: Value, targets: frozenset[Any]) -> bool:
 
 def _arguments(value: Value) -> list[Value]:
     out: list[Value] = []
-    for a in torch.utils._pytree.tree_leaves((value.call.args, value.call.kwargs) if value.call else ()):
+    for a in tree_leaves((value.call.args, value.call.kwargs) if value.call else ()):
         if isinstance(a, Value):
             out.append(a)
     return out

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -122,7 +123,7 @@ class _Record(TorchFunctionMode):
 def _run(call: Node) -> tuple[list[_Step], Tensor]:
     """What the definition of a call does on the fake values of its arguments, and what it returns."""
     mode = _fake_mode(call)
-    args, kwargs = torch.fx.node.map_arg((call.args, dict(call.kwargs)), nodes.value)
+    args, kwargs = map_arg((call.args, dict(call.kwargs)), nodes.value)
     shapes = mode.shape_env
     before = (len(shapes.guards), len(shapes.replacements)) if shapes is not None else (0, 0)
     with ExitStack() as stack:
@@ -260,7 +261,7 @@ def transformer_encoder_layer(src: Tensor, embed_dim: int, num_heads: int, qkv_w
     x = x if norm_first else first(x)
     y = second(x) if norm_first else x
     # The operator's own step: which GELU it is depends on the device (on a GPU, the one with tanh).
-    hidden = torch._addmm_activation(ffn_bias_1, y.flatten(0, 1), ffn_weight_1.t(), use_gelu=use_gelu)
+    hidden = torch._addmm_activation(ffn_bias_1, y.flatten(0, 1), ffn_weight_1.t(), use_gelu=use_gelu)  # pyright: ignore[reportPrivateImportUsage]
     x = F.linear(hidden, ffn_weight_2, ffn_bias_2).view_as(x) + x
     return x if norm_first else second(x)
 

@@ -253,7 +253,7 @@ def understand(region: Region, settings: Settings) -> Lifted:
     """Replay a slice on its own fake tensors, record it, and lift the record; raises Refused."""
     inputs = [nodes.value(n) for n in region.inputs]
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    mode = next((x.fake_mode for x in tensors if hasattr(x, "fake_mode")), None)
+    mode = next((m for x in tensors if (m := getattr(x, "fake_mode", None)) is not None), None)
     if mode is None or any(type(x).__name__ != "FakeTensor" for x in tensors):
         odd = next((type(x).__name__ for x in tensors if type(x).__name__ != "FakeTensor"), "none")
         raise Refused(Reason.NOT_EXPRESSIBLE, region.product.name, "region", f"no fake tensors to analyse (found {odd})")

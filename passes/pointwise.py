@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..program import FALSE, TRUE, Expr, apply, axis, const, depends, loads, walk, where
-from .trace import Call, Value, aten, length, number
+from .trace import Call, Value, arguments, aten, length, number
 from .views import clamped
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _full(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 @rule(aten.arange.start_step)
 def _arange(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """arange(a, b, c)[i] = a + c·i; e.g. `torch.arange(1, 9, 2)`, `torch.arange(3.0)`"""
-    start, _end, step = (*call.args, 1)[:3]
+    start, _end, step = arguments(call, 3, 1)
     at = as_kind(index[0], value.kind)
     return apply("add", as_kind(number(start), value.kind), apply("mul", as_kind(number(step), value.kind), at))
 
@@ -260,7 +260,7 @@ def _arange(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 @rule(aten.cat.default)
 def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """cat([x, y])[i] = x[i] where i < len(x), else y[i - len(x)]; e.g. `torch.cat([x, y], 1)`, `torch.cat([b, x[0]])`"""
-    tensors, dim = (*call.args, 0)[:2]
+    tensors, dim = arguments(call, 2, 0)
     tensors = [t for t in tensors if t.shape != (const(0),) or value.shape == (const(0),)]       # legacy empty tensors
     dim %= len(value.shape)
     starts: list[Expr] = [const(0)]
@@ -283,7 +283,7 @@ def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 @rule(aten.constant_pad_nd.default)
 def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """pad(x, (a, b), c)[i] = x[i - a] where 0 <= i - a < len(x), else c; e.g. `torch.nn.functional.pad(x, (1, 2), value=7.0)`, `torch.nn.functional.pad(x, (-1, 1))`"""
-    source, pads, fill = (*call.args, 0)[:3]
+    source, pads, fill = arguments(call, 3, 0)
     inside: Expr = TRUE
     at = list(index)
     for k in range(len(pads) // 2):
@@ -299,7 +299,7 @@ def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 @rule(aten.slice_scatter.default)
 def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """y = x.clone(); y[a:b] = s  →  y[i] = s[i - a] where a <= i < b, else x[i]; e.g. `torch.slice_scatter(x, y[1:], 0, 0, 2)`"""
-    base, source, dim, start, _end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 2:])
+    base, source, dim, start, _end, step = arguments(call, 6, 0, None, None, 1)
     if step != 1:
         raise lift.no_rule("assignment to a strided slice")
     dim %= len(index)
@@ -376,7 +376,7 @@ def _gather(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 def _embedding(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """embedding(w, a)[i, d] = w[a[i], d], unless some rows have a gradient of their own; e.g. `torch.nn.functional.embedding(n, x)`"""
     table, chosen = call.args[:2]
-    padding, scaled = (*call.args[2:], *(-1, False, False)[len(call.args) - 2:])[:2]
+    padding, scaled = arguments(call, 4, -1, False)[2:]
     if padding != -1 or scaled:
         raise lift.no_rule("an embedding with a padding row")
     return lift.at(table, (lift.simplify(lift.at(chosen, index[:-1])), index[-1]))

@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ..refusal import Reason, Refused
@@ -180,7 +181,7 @@ def _changes(node: Node, product: Node, facts: GraphFacts, known: dict[Node, boo
     made_here = at is not None and node.op not in ("placeholder", "get_attr")
     if not made_here or not facts.mutations.get(at or 0):
         return []
-    return [m for m in facts.mutations[at] if facts.position[m] < facts.position[product] and _replayable(m) and _own_memory(m, facts) and m not in known]
+    return [m for m in facts.mutations[at or 0] if facts.position[m] < facts.position[product] and _replayable(m) and _own_memory(m, facts) and m not in known]
 
 
 def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: GraphFacts) -> None:
@@ -215,8 +216,9 @@ def _text(body: list[Node], read: list[Node], product: Node, late: frozenset[Nod
     """Canonical text: operations with their arguments numbered from the slice's own start, and what the inputs look like."""
     local = {n: f"%{k}" for k, n in enumerate([*read, *body])}
     lines = [f"{local[n]} = input {describe(nodes.value(n))}" for n in read]
+    named: Any = lambda a: _Name(local[a])
     for n in body:
-        args = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: _Name(local[a]))
+        args = map_arg((n.args, dict(n.kwargs)), named)
         lines.append(f"{local[n]} = {n.op} {n.target if n.op != 'call_function' else _qualified(n.target)} {args!r} {describe(nodes.value(n))}")
     shape = nodes.value(product)
     layout = merge_order(product, shape.dim()) if isinstance(shape, torch.Tensor) else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from ..program import Expr
 from ..refusal import Reason, Refused
@@ -46,7 +47,7 @@ def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
     """A call with the bookkeeping (module path, source line) of the node that it replaces, and its fake value."""
     made = graph.call_function(target, args)
     made.meta.update({k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in like.meta})
-    values = torch.fx.node.map_arg(args, nodes.value)
+    values = map_arg(args, nodes.value)
     key = "val" if "val" in like.meta and "example_value" not in like.meta else "example_value"
     like_value = nodes.value(like)
     mode = getattr(like_value, "fake_mode", None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from . import nodes
 from .region import Region
@@ -21,7 +22,7 @@ def replay(region: Region, inputs: Sequence[Any]) -> list[Any]:
     env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
     out: list[Any] = []
     for node in region.body:
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
         env[node] = _run(node, args, kwargs)
         out.append(env[node])
     return out
@@ -46,7 +47,7 @@ def _dropout(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
     if node.op == "call_module":
         owner = node.graph.owning_module
         assert owner is not None
-        module = owner.get_submodule(str(node.target))
+        module: Any = owner.get_submodule(str(node.target))
         x, p, training = args[0], module.p, module.training
     else:
         x = args[0] if args else kwargs["input"]

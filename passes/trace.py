@@ -33,6 +33,12 @@ class Call:
     kwargs: dict[str, Any]
 
 
+def arguments(call: Call, count: int, *defaults: Any) -> tuple[Any, ...]:
+    """The first `count` positional arguments, the last of them by default where they were not given."""
+    missing = max(count - len(call.args), 0)
+    return (*call.args[:count], *defaults[len(defaults) - missing:])
+
+
 @dataclass(eq=False)
 class Value:
     """A tensor of the record: its shape as integer programs, and the call (and which of its results) that made it.
@@ -153,7 +159,7 @@ _SYMPY = {"FloorDiv": "floordiv", "CleanDiv": "floordiv", "Mod": "mod", "PythonM
           "OpaqueUnaryFn_sqrt": "sqrt", "OpaqueUnaryFn_exp": "exp", "OpaqueUnaryFn_log": "log"}
 
 
-def from_sympy(expr: sympy.Expr) -> Expr:
+def from_sympy(expr: Any) -> Expr:
     """The shape environment's expression as a program."""
     if isinstance(expr, (sympy.Integer, int)):
         return const(int(expr))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..program import Expr, apply, const
-from .trace import Call, Value, aten, length, number
+from .trace import Call, Value, arguments, aten, length, number
 
 if TYPE_CHECKING:
     from .lift import Lift
@@ -82,7 +82,7 @@ def _select(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, 
 @view(aten.slice.Tensor)
 def _slice(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
     """x[2::3][i] = x[2 + 3·i]; e.g. `x[1:, ::2]`, `x[-2:]`"""
-    source, dim, start, end, step = (*call.args, *(0, None, None, 1)[len(call.args) - 1:])
+    source, dim, start, end, step = arguments(call, 5, 0, None, None, 1)
     dim %= len(source.shape)
     if step == 1 and (end is None or isinstance(end, int) and end >= sys.maxsize):     # what is left of the end, however far it counts
         begin = lift.simplify(apply("sub", source.shape[dim], value.shape[dim]))
@@ -107,7 +107,7 @@ def clamped(lift: Lift, start: Expr, size: Expr) -> Expr:
 @view(aten.split_with_sizes.default)
 def _split_with_sizes(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
     """x.split([2, 3])[1][i] = x[2 + i]; e.g. `x.split([1, 3], 1)[1]`"""
-    source, sizes, dim = (*call.args, 0)[:3]
+    source, sizes, dim = arguments(call, 3, 0)
     start: Expr = const(0)
     for s in sizes[:value.output]:
         start = apply("add", start, length(s))
