@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from attnfuse.codegen import launch, offline, plan
 from attnfuse.codegen.tiles import known
@@ -68,7 +69,9 @@ def test_narrow_values_are_compiled_right(depth: int, value_depth: int) -> None:
 
 
 def test_the_fault_that_narrow_values_avoid_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the least width the compiler's fault is there and found (once it is mended, the guard can go)."""
+    """Without the least width the fault of the compiler that Triton 3.6 brings is there and found; later ones are mended."""
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("another ptxas")
     monkeypatch.setattr(plan, "_LEAST_VALUE_WIDTH", 16)
     assert narrow("causal_padding_min", 256, 16)
 

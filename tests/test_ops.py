@@ -398,7 +398,7 @@ def test_without_generated_kernels_there_is_no_result(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ops.importlib, "import_module", missing)
     with pytest.warns(UserWarning, match="not available"):
-        assert ops._generated(attention(), [], [], None) is None
+        assert ops._generated("forward", attention(), [], [], None) is None
 
     class Launch:
         class Unsupported(Exception):
@@ -410,7 +410,7 @@ def test_without_generated_kernels_there_is_no_result(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ops.importlib, "import_module", lambda name: Launch)
     with pytest.warns(UserWarning, match="float64 products"):
-        assert ops._generated(attention(), [], [], None) is None
+        assert ops._generated("forward", attention(), [], [], None) is None
 
 
 def test_statistics_of_the_fused_kernel_serve_every_backward() -> None:
