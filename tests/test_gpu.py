@@ -37,8 +37,9 @@ def check(case: Case, shape: Shape, dtype: str, seed: int, move=lambda t: t) -> 
     out, _ = launch.forward(spec, operands, sizes, drop)
     exact = reference(spec, operands, sizes, drop, dtype=torch.float64)
     assert torch.equal(out.isnan(), exact.isnan())
-    error = ((out.double() - exact).nan_to_num().norm() / exact.nan_to_num().norm().clamp(min=1e-30)).item()
-    assert error <= DTYPES[dtype], error
+    distance = lambda x: ((x.double() - exact).nan_to_num().norm() / exact.nan_to_num().norm().clamp(min=1e-30)).item()
+    # Squares of scores reach the thousands, where float32 itself has few digits left: then its own error is the measure.
+    assert distance(out) <= max(DTYPES[dtype], 4 * distance(reference(spec, operands, sizes, drop))), distance(out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
