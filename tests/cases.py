@@ -482,7 +482,7 @@ def no_product_after(q, k, v):
 
 
 @case(inputs=plus(qkv, lambda g: rn(g, H, H)), reason=Reason.HEADS_MIXED)
-def talking_heads(q, k, v, w):
+def talking_heads_by_linear(q, k, v, w):
     """weights of all heads go through a linear layer over the heads"""
     p = (q @ t(k)).softmax(-1)
     return F.linear(p.permute(0, 2, 3, 1), w).permute(0, 3, 1, 2) @ v
