@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import origin
 from ..ranges import analyse, key_range
 from ..reference import reference
 from ..spec import AttentionSpec, dtype_of
@@ -75,7 +76,8 @@ def render(spec: AttentionSpec, plan: KernelPlan, kernel: Kernel, call: Call) ->
         lines += _wrap(f"- keys that count: {', '.join(str(b) for b in bounds)}"
                        + ("; the others too in a tile with a row that sees no allowed key" if analyse(spec).speculative else ""), "  ")
     cost = f"about {moved / 1e6:.1f} MB of memory traffic and {flops / 1e9:.2f} GFLOP a call"
-    lines += ["", *_wrap(f"First written for {lengths}: {cost}.", "")]
+    place = origin.of(spec)
+    lines += ["", *_wrap(f"First written for {lengths}{f', from {place}' if place else ''}: {cost}.", "")]
     lines += [f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}.", '"""']
     lines += ["import triton", "import triton.language as tl", "", ""]
     text = "\n".join(line.replace("\\", "/") for line in lines)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .. import ops  # noqa: F401  (defines torch.ops.attnfuse.attention)
+from .. import origin, ops  # noqa: F401  (defines torch.ops.attnfuse.attention)
 from ..refusal import Reason, Refusal, Refused
 from ..report import PassRecord, Report, Site
 from ..settings import Settings
@@ -212,6 +212,7 @@ def _splice(state: State, key: Node) -> None:
             state.gm.graph.erase_node(n)
         raise
     state.done.append(region)
+    origin.note(lifted.spec, nodes.module_path(region.candidate.anchor), nodes.source_line(region.candidate.anchor))
 
 
 def _sweep(state: State) -> str:

@@ -228,3 +228,32 @@ def test_a_result_in_another_order_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_tensor_with_gaps_has_no_memory_order() -> None:
     assert memory_order(torch.empty(2, 4, 7, 16)[..., :8]) is None
+
+
+def test_a_generated_file_names_the_line_it_was_met_at() -> None:
+    from attnfuse.codegen import launch
+    from attnfuse.codegen.tiles import known
+
+    compiled, reports = rewrite(lambda q, k, v: (q @ k.mT * 0.3721).softmax(-1) @ v)
+    q = torch.randn(2, 3, 16, 16)
+    compiled(q, q + 1, q + 2)
+    text = launch.source(reports[0].sites[0].spec, (2, 3, 16, 16, 16, 16), [q.to("meta")] * 3, known("cuda", 90))
+    assert "from test_passes.py:" in text
+
+
+def test_meta_tensors_are_refused() -> None:
+    fn = lambda q, k, v: (q @ k.mT).softmax(-1) @ v
+    compiled, reports = rewrite(fn)
+    assert compiled(*(torch.empty(2, 5, 4, device="meta") for _ in range(3))).shape == (2, 5, 4)
+    assert [s.reason.reason.name for r in reports for s in r.sites] == ["DEVICE"]
+
+
+def test_a_captured_tensor_of_another_device_is_refused() -> None:
+    """A number that lives on another device than the queries, which eager allows: the kernel could not read it."""
+    from attnfuse.passes import assemble
+    from attnfuse.passes.trace import Value
+
+    here, there = (Value(n, (), torch.float32, torch.device(d)) for n, d in enumerate(("cpu", "cuda")))
+    spec = object.__new__(assemble._Spec)
+    with pytest.raises(Exception, match="device"):
+        assemble._Spec._check_tensors(spec, [here, there], ())
