@@ -7,6 +7,7 @@
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ..reference import check_call
+from ..program import Expr, walk
 from ..spec import AttentionSpec, dtype_of
 from . import cache, header
 from .arguments import Unsupported, number
@@ -120,6 +122,8 @@ def is_wide(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[s
     `gradients` are tensors (batch…, i, e) of any strides that a backward kernel reads as well; what it writes is dense.
     """
     limit = 2 ** 31 - 2 ** 20           # a tile may reach beyond the last row before its mask cuts it off
+    if any(_magnitude(x, tuple(sizes.items())) >= limit for e in spec.programs for x in walk(e) if x.kind == "int"):
+        return True                     # the programs' own integers: a squared distance passes 31 bits at 46341 tokens
     if any(sum((n - 1) * s for n, s in zip(t.shape[-2:], t.stride()[-2:], strict=True)) >= limit for t in gradients):
         return True
     if gradients and any(t.numel() >= limit for t in operands):
@@ -128,6 +132,21 @@ def is_wide(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[s
     if all(x < limit for x in extents) and sizes["i"] * sizes["e"] * max(1, math.prod(sizes[b] for b in spec.batch)) < limit:
         return False
     return _widest(spec, operands, sizes) >= limit
+
+
+@functools.lru_cache(maxsize=4096)
+def _magnitude(expr: Expr, sizes: tuple[tuple[str, int], ...]) -> int:
+    """A bound for the absolute value of an integer program on tiles that may reach a little beyond the last position. Loads
+    do not count: those of 64 bits stay as wide as they are, and what is computed with them too."""
+    named = dict(sizes)
+    if expr.op == "const":
+        return abs(int(expr.value))
+    if expr.op in ("axis", "size"):
+        return named.get(str(expr.attr), 1) + 256
+    parts = [_magnitude(a, sizes) for a in expr.args if a.kind == "int" and expr.op != "load"]
+    if expr.op == "mul":
+        return math.prod(parts)
+    return sum(parts) if expr.op in ("add", "sub") else max(parts, default=1)
 
 
 def _widest(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int]) -> int:
