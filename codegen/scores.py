@@ -319,7 +319,7 @@ class Body:
     # ---- leaves that need lines of their own
 
     def _keep(self, node: Expr) -> Text:
-        stream, p = node.attr  # type: ignore[misc]
+        stream, p = node.attr[0], float(node.attr[1])  # type: ignore[index]
         programs = self.programs
         programs.arguments.pointer("seed_ptr", "seed")
         if "seed = tl.load(seed_ptr)" not in programs.scalars:
