@@ -7,15 +7,13 @@ forward pass done before. The error is the largest of the three gradients', agai
 """
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import attnfuse  # noqa: F401  (makes the backend known by name)
-from bench.common import extra_memory, forward_flops, header, milliseconds, peer, relative_error, save
+from bench.common import PEERS, add_ratios, extra_memory, forward_flops, milliseconds, peer, relative_error, sweep
 from bench.forward import causal, full
 
 PEERS = ("cudnn", "fa2")
@@ -52,22 +50,8 @@ def measure(width: int, length: int, is_causal: bool) -> dict[str, Any]:
         if name in ("attnfuse", "inductor"):
             row[f"{name}_MiB"] = round(extra_memory(call), 1)
         del call
-    row["TFLOP/s"] = round(2.5 * forward_flops(batch, heads, length, width, is_causal) / row["attnfuse_ms"] / 1e9, 1)
-    row["inductor/attnfuse"] = round(row["inductor_ms"] / row["attnfuse_ms"], 2)
-    row["best_peer/attnfuse"] = round(min(row[f"{n}_ms"] for n in PEERS) / row["attnfuse_ms"], 3)
-    return row
-
-
-def main() -> None:
-    """All lines."""
-    print(header())
-    rows = []
-    for width in (128, 64, 256):
-        for is_causal in (True, False):
-            rows.append(measure(width, 4096, is_causal))
-            print({k: v for k, v in rows[-1].items() if k not in ("B", "H", "dtype")}, flush=True)
-    save("backward", rows, Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    return add_ratios(row, 2.5 * forward_flops(batch, heads, length, width, is_causal))
 
 
 if __name__ == "__main__":
-    main()
+    sweep("backward", measure, (128, 64, 256))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import csv
 import math
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,25 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 def forward_flops(batch: int, heads: int, length: int, width: int, causal: bool) -> float:
     """4·B·H·T²·D, half of it where the mask is causal."""
     return 4.0 * batch * heads * length ** 2 * width * (0.5 if causal else 1.0)
+
+
+def add_ratios(row: dict[str, Any], flops: float) -> dict[str, Any]:
+    """The row with TFLOP/s and the ratios to inductor and to the best peer, from its times in ms."""
+    row["TFLOP/s"] = round(flops / row["attnfuse_ms"] / 1e9, 1)
+    row["inductor/attnfuse"] = round(row["inductor_ms"] / row["attnfuse_ms"], 2)
+    row["best_peer/attnfuse"] = round(min(row[f"{n}_ms"] for n in PEERS) / row["attnfuse_ms"], 3)
+    return row
+
+
+def sweep(name: str, measure: Callable[[int, int, bool], dict[str, Any]], widths: Sequence[int], length: int = 4096) -> None:
+    """Measure every head width with and without the causal mask, print the rows and save them; the folder is the first argument."""
+    print(header())
+    rows = []
+    for width in widths:
+        for is_causal in (True, False):
+            rows.append(measure(width, length, is_causal))
+            print({k: v for k, v in rows[-1].items() if k not in ("B", "H", "dtype")}, flush=True)
+    save(name, rows, Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 
 
 def save(name: str, rows: Sequence[dict[str, Any]], folder: Path | None = None) -> None:

@@ -6,14 +6,12 @@ batch × T = 16384 tokens, hidden width 2048. Prints a table and writes forward.
 """
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import attnfuse  # noqa: F401  (makes the backend known by name)
-from bench.common import PEERS, extra_memory, forward_flops, header, milliseconds, peer, relative_error, save
+from bench.common import PEERS, add_ratios, extra_memory, forward_flops, milliseconds, peer, relative_error, sweep
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -49,22 +47,8 @@ def measure(width: int, length: int, is_causal: bool) -> dict[str, Any]:
         for name in ("attnfuse", "inductor"):
             row[f"{name}_MiB"] = round(extra_memory(calls[name]), 1)
     flops = forward_flops(batch, heads, length, width, is_causal)
-    row["TFLOP/s"] = round(flops / row["attnfuse_ms"] / 1e9, 1)
-    row["inductor/attnfuse"] = round(row["inductor_ms"] / row["attnfuse_ms"], 2)
-    row["best_peer/attnfuse"] = round(min(row[f"{n}_ms"] for n in PEERS) / row["attnfuse_ms"], 3)
-    return row
-
-
-def main() -> None:
-    """All lines."""
-    print(header())
-    rows = []
-    for width in (64, 128, 256):
-        for is_causal in (True, False):
-            rows.append(measure(width, 4096, is_causal))
-            print({k: v for k, v in rows[-1].items() if k not in ("B", "H", "dtype")}, flush=True)
-    save("forward", rows, Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    return add_ratios(row, flops)
 
 
 if __name__ == "__main__":
-    main()
+    sweep("forward", measure, (64, 128, 256))
