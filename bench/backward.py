@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import attnfuse  # noqa: F401  (makes the backend known by name)
-from bench.common import PEERS, add_ratios, extra_memory, forward_flops, milliseconds, peer, relative_error, sweep
+from bench.common import add_ratios, extra_memory, forward_flops, milliseconds, peer, relative_error, sweep
 from bench.forward import causal, full
 
 PEERS = ("cudnn", "fa2")

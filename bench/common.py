@@ -65,7 +65,7 @@ def add_ratios(row: dict[str, Any], flops: float) -> dict[str, Any]:
     """The row with TFLOP/s and the ratios to inductor and to the best peer, from its times in ms."""
     row["TFLOP/s"] = round(flops / row["attnfuse_ms"] / 1e9, 1)
     row["inductor/attnfuse"] = round(row["inductor_ms"] / row["attnfuse_ms"], 2)
-    row["best_peer/attnfuse"] = round(min(row[f"{n}_ms"] for n in PEERS) / row["attnfuse_ms"], 3)
+    row["best_peer/attnfuse"] = round(min(row[f"{n}_ms"] for n in PEERS if f"{n}_ms" in row) / row["attnfuse_ms"], 3)
     return row
 
 
