@@ -145,19 +145,25 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
 # ---- backward
 
 @dataclass
-class _RowGradients:
-    """What backward knows of one tile of queries; each (batch…, i, …)."""
+class _Normalised:
+    """What the scores of rows are normalised by, and what their gradients lose; each (batch…, i, 1)."""
 
-    query: torch.Tensor
-    grad_out: torch.Tensor
-    delta: torch.Tensor
     maximum: torch.Tensor
     log_total: torch.Tensor
-    grad_query: torch.Tensor
+    delta: torch.Tensor
 
     def weights(self, score: torch.Tensor) -> torch.Tensor:
         """The normalised softmax weights."""
         return _exp((score - self.maximum).sub_(self.log_total))
+
+
+@dataclass
+class _RowGradients(_Normalised):
+    """What backward knows of one tile of queries; each (batch…, i, …)."""
+
+    query: torch.Tensor
+    grad_out: torch.Tensor
+    grad_query: torch.Tensor
 
 
 def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
@@ -193,14 +199,20 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     return [grads[n].to(t.dtype) if n in grads else None for n, t in enumerate(operands)]
 
 
-def _row_gradients(call: Call, box: Box, grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor) -> _RowGradients:
+def _normaliser(spec: AttentionSpec, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(maximum, log of the sum), such that rows without weights get weights of 0 where the spec says so."""
     maximum, log_total = stats[..., :1], stats[..., 1:]
-    if call.spec.empty_rows == "zero":                 # weights exp(-inf - 0 - inf) = 0
+    if spec.empty_rows == "zero":                      # weights exp(-inf - 0 - inf) = 0
         empty = maximum == NEG_INF
         maximum, log_total = maximum.masked_fill(empty, 0.0), log_total.masked_fill(empty, float("inf"))
+    return maximum, log_total
+
+
+def _row_gradients(call: Call, box: Box, grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor) -> _RowGradients:
     query = call.rectangle(call.spec.query, box, ("i", "d"))
     delta = (grad_out * out).sum(-1, keepdim=True)
-    return _RowGradients(query, grad_out, delta, maximum, log_total, torch.zeros_like(query, memory_format=torch.contiguous_format))
+    return _RowGradients(*_normaliser(call.spec, stats), delta, query, grad_out,
+                         torch.zeros_like(query, memory_format=torch.contiguous_format))
 
 
 def _needs_exact_delta(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
@@ -282,10 +294,26 @@ def _add_loads(call: Call, program: Expr, box: Box, memo: dict[Expr, torch.Tenso
             call.elements.add(grads[int(node.attr)], node.args, box, order, grad)  # type: ignore[arg-type]
 
 
-def _backward_extra(call: Call, term: Expr, box: Box, rows: _RowGradients, grads: dict[int, torch.Tensor]) -> None:
+def _backward_extra(call: Call, term: Expr, box: Box, rows: _Normalised, grads: dict[int, torch.Tensor]) -> None:
     """An extra column has a weight and no value: its gradient is -weight · delta."""
     memo: dict[Expr, torch.Tensor] = {}
     shape = lengths(box, call.score_axes[:-1])
     score = run(call, term, box, memo).expand(shape).unsqueeze(-1)
     memo[UPSTREAM] = (rows.weights(score) * -rows.delta).squeeze(-1)
     _add_loads(call, term, box, memo, grads)
+
+
+def backward_extra_terms(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, delta: torch.Tensor, sizes: Sequence[int],
+                         seed: torch.Tensor | None, grads: dict[int, torch.Tensor]) -> None:
+    """Add the gradients of what the extra terms read to `grads` (operand number → contiguous tensor of its shape).
+
+    Args:
+        spec, operands, stats, sizes, seed: as of `backward`.
+        delta: Σ_e grad_out · out, (batch…, i).
+    """
+    call = prepare(spec, operands, sizes, seed)
+    statistics, lost = split_dims(call, stats), split_dims(call, delta.unsqueeze(-1))
+    rows = _Normalised(*_normaliser(call.spec, statistics), lost)
+    box = {a: (0, call.sizes[a]) for a in (*call.spec.batch, "i")}
+    for term in call.spec.extra_terms:
+        _backward_extra(call, term, box, rows, grads)

@@ -20,10 +20,12 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor: operand number `operand`, or the name of one that is none (``"out"``, ``"seed"``, ``"grad_out"``)."""
+    """A tensor: operand number `operand`, or the name of one that is none (``"out"``, ``"seed"``, ``"grad_out"``). With a
+    `block` it is handed over as a descriptor of boxes of that shape (see `reads`), else as an address."""
 
     name: str
     operand: int | str
+    block: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ class Arguments:
         self.pointers: dict[str, Pointer] = {}
         self.integers: dict[str, Integer] = {}
 
-    def pointer(self, name: str, operand: int | str) -> str:
+    def pointer(self, name: str, operand: int | str, block: tuple[int, ...] = ()) -> str:
         """A tensor's argument."""
-        self.pointers.setdefault(name, Pointer(name, operand))
+        self.pointers.setdefault(name, Pointer(name, operand, block))
         return name
 
     def integer(self, argument: Integer) -> str:

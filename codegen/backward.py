@@ -1,14 +1,16 @@
 """The emitter of the backward kernels: what they share, the row kernel and the kernel of the queries' gradient.
 
-Three kernels, each owning what it writes, so that every run gives the same bits:
+Each kernel owns what it writes, so that every run gives the same bits:
 
 * rows: delta = Σ_e grad_out · out for each row (the weight program is linear in the weight), the row's normaliser, and
   which queries saw no allowed key;
 * keys (`backward_keys`): one program a tile of keys, looping over the queries that can see them: dK and dV;
-* queries: one program a tile of queries, looping over keys as forward does: dQ.
+* queries: one program a tile of queries, looping over keys as forward does: dQ;
+* tiles (`backward_tiles`): one program a tile of scores, for the gradient of a bias that several sequences or heads share.
 
 The weights are computed again: ``p = exp(score - maximum - log_sum)``. With dP = grad_out · valueᵀ taken through the weight
-program, dS = p · (dP - delta), and the score program's adjoint makes of it the gradient of the raw product.
+program, dS = p · (dP - delta), and the score program's adjoint makes of it the gradient of the raw product and of every
+tensor that it reads (`jobs`).
 """
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ import functools
 from dataclasses import dataclass
 
 from ..adjoint import UPSTREAM, ZERO, adjoint
-from ..program import DOT, WEIGHT, Expr, depends, substitute
+from ..program import DOT, WEIGHT, Expr, depends, loads, substitute
 from ..ranges import analyse
 from ..spec import AttentionSpec
 from .exponent import LOG2E, foldable, scale_of
 from .forward import RESERVED, Forward, Kernel, words
+from .jobs import Captured, Job
 from .plan import HALF, KernelPlan, product_dtype, products
-from .scores import Body, literal, prepare
+from .reads import Reader, index_of, place_of, ROLES
+from .scores import Body, level, literal, prepare
 from .writer import Writer
 
 ARRIVED = Expr("axis", attr="arrived", kind="float")
@@ -30,7 +34,7 @@ ARRIVED = Expr("axis", attr="arrived", kind="float")
 
 RESERVED_BACKWARD = RESERVED + (
     "do dp ds dk dv dq shift log_sum delta unseen first_row largest total grad_out_ptr grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr log_sum_ptr "
-    "delta_ptr unseen_ptr q_base do_base last_n n_before n_after first last unseen_start unseen_stop after grad_out_stride_m "
+    "delta_ptr unseen_ptr q_base do_base last_n n_before first last some_unseen mass total grad_out_desc rest n_rows rows k_base v_base grad_out_stride_m "
     "grad_out_stride_e grad_q_stride_m grad_q_stride_d grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e o owner").split()
 
 
@@ -69,7 +73,7 @@ def chain(spec: AttentionSpec, depth: int, value_depth: int) -> Chain:
     """
     constants = {"d": depth, "e": value_depth}
     ranges = analyse(spec)
-    score, inside, weight = (prepare(x, constants) for x in (spec.score, ranges.inside, spec.weight))
+    score, inside, weight = (prepare(x, constants) for x in (spec.score, inside_of(spec), spec.weight))
     arrived = prepare(substitute(adjoint(weight, WEIGHT), {UPSTREAM: ARRIVED}), constants)
     (factor, slope), (other, slope_inside) = (scale_of(prepare(adjoint(x, DOT), constants)) for x in (score, inside))
     if factor != other:
@@ -80,6 +84,12 @@ def chain(spec: AttentionSpec, depth: int, value_depth: int) -> Chain:
         if a == b:
             unit, score, inside = a * LOG2E, plain, plain_inside
     return Chain(score, inside, folded, unit, weight, arrived, slope, slope_inside, factor, ranges.masked_below * (LOG2E if folded else 1.0))
+
+
+def inside_of(spec: AttentionSpec) -> Expr:
+    """The score program where all bounds hold; the whole one if that would read by other expressions, which have other gradients."""
+    inside = analyse(spec).inside
+    return inside if set(loads(inside)) <= set(loads(spec.score)) else spec.score
 
 
 def sweeps(spec: AttentionSpec) -> bool:
@@ -113,9 +123,21 @@ def types(spec: AttentionSpec) -> Types:
 
 
 class Recomputed(Forward):
-    """What the kernels of dK, dV and dQ share: the chain, and the text of one tile's gradients."""
+    """What the kernels of dK, dV, dQ and of captured tensors share: the chain, and the text of one tile's gradients.
+
+    Attributes:
+        sums: by captured read, the variable that holds its gradient so far.
+    """
 
     reserved = RESERVED_BACKWARD
+
+    def __init__(self, spec: AttentionSpec, plan: KernelPlan, job: Job) -> None:
+        self.job = job
+        super().__init__(spec, plan)
+        self.sums = {c: self.names.of(("sum", c), f"{c.label}_sum") for c in job.captured}
+
+    def name(self) -> str:
+        return "_".join(["attention_backward", self.job.name, *words(self.spec, self.plan)])
 
     def _choose_exponent(self) -> None:
         """The exponent is that of the chain; forward's own stays out of it."""
@@ -129,6 +151,14 @@ class Recomputed(Forward):
     def _first_row(self) -> str:
         return "first_row = batch.to(tl.int64) * n_queries"
 
+    def _linear(self) -> str:
+        """The row-major number of the batch position."""
+        text = ""
+        for name in self.spec.batch:
+            own = self.programs.axis(name)
+            text = f"({text}) * {self.programs.size(name)} + {own}" if " " in text else f"{text} * {self.programs.size(name)} + {own}" if text else own
+        return text
+
     def _rows(self, mask: bool, delta: bool) -> list[str]:
         """Loads of the row vectors."""
         names = ["shift"] + ([] if self.chain.folded else ["log_sum"]) + (["delta"] if delta else [])
@@ -136,6 +166,14 @@ class Recomputed(Forward):
             self.arguments.pointer(f"{name}_ptr", name)
         tail = ", mask=m_mask, other=0.0" if mask else ""
         return [f"{name} = tl.load({name}_ptr + first_row + offs_m{tail})" for name in names]
+
+    def _grad_out_reader(self, base: str = "") -> tuple[Reader, list[str]]:
+        """As `_reader`, for the gradient of the result."""
+        argument = self._input("do", "grad_out")
+        if "do" in self.plan.described:
+            place = place_of(index_of(self.spec, "do"), ROLES["do"], "m", lambda x: self.programs.scalar(x).text)
+            return Reader(argument, "grad_out", ("m", "e"), place), []
+        return Reader(base or argument, "grad_out", ("m", "e")), self._row_strides("grad_out", "grad_out")
 
     def _weights(self, body: Body, inside: bool) -> list[str]:
         """Lines from ``qk`` to the softmax weight ``p``."""
@@ -149,18 +187,65 @@ class Recomputed(Forward):
             return [*lines, f"p = tl.exp2({score} * {unit} - shift{row})"]
         return [*lines, f"p = tl.exp2(({score} - shift{row}) * {unit} - log_sum{row})"]
 
-    def _slope(self, body: Body, inside: bool) -> list[str]:
-        """Lines from ``dp`` and ``p`` to ``ds``, the gradient of the raw product without the chain's factor."""
-        lines: list[str] = []
-        if self.chain.arrived != ARRIVED:
+    def _gradients(self, body: Body, inside: bool, mask: str) -> list[str]:
+        """Lines from ``dp`` and ``p`` to ``ds``, the gradient of the raw product without the chain's factor. On the way what
+        the captured reads get is added up, where `mask` (if any) holds."""
+        lines = self._captured(body, "weight", inside, mask)
+        if self.job.slopes and self.chain.arrived != ARRIVED:
             arrived = body.tile(self.chain.arrived)
             lines += [*body.take(), f"dp = {arrived}"]
-        lines.append(f"ds = p * (dp - delta{self.programs.along['row']})")
+        if not self.job.slopes:
+            return lines
+        lines += [f"ds = p * (dp - delta{self.programs.along['row']})", *self._exact_delta()]
+        lines += self._captured(body, "score", inside, mask)
         slope = self.chain.slope_inside if inside else self.chain.slope
-        if slope != UPSTREAM:
+        if (self.job.query or self.job.key) and slope != UPSTREAM:
             text = body.tile(slope)
             lines += [*body.take(), f"ds = {text}"]
         return lines
+
+    def _captured(self, body: Body, program: str, inside: bool, mask: str) -> list[str]:
+        lines: list[str] = []
+        for one in self.job.captured:
+            if one.program != program:
+                continue
+            expr = self.spec.weight if program == "weight" else inside_of(self.spec) if inside else self.spec.score
+            slope = adjoint(expr, one.node)
+            if program == "weight":
+                slope = substitute(slope, {UPSTREAM: ARRIVED})
+            if slope == ZERO:
+                continue
+            own = lambda x: f"tl.where({mask}, {x}, 0.0)" if mask else x
+            text = body.tile(prepare(slope, self.programs.constants))
+            lines += body.take()
+            lines += self._add_captured(one, own(text))
+            if one in self._corrected:
+                text = body.tile(prepare(substitute(slope, {UPSTREAM: WEIGHT}), self.programs.constants))
+                lines += [*body.take(), f"{self.sums[one]}_slope += tl.sum({own(text)}, 1)"]
+        return lines
+
+    def _exact_delta(self) -> list[str]:
+        """Lines that sum what delta is the sum of, where that is corrected."""
+        return ["total += tl.sum(p * dp, 1)", "mass += tl.sum(p, 1)"] if self._corrected else []
+
+    @property
+    def _corrected(self) -> tuple[Captured, ...]:
+        """Reads whose gradient sums the scores' gradients over keys; only a kernel of queries has any.
+
+        The scores' gradients of a row add up to nothing only as exactly as delta fits the very numbers that are summed, and such
+        a gradient multiplies the remainder by its row's scores. The sum is linear in delta, so the kernel sums delta along
+        with it and corrects it in the end.
+        """
+        return ()
+
+    def _add_captured(self, one: Captured, tile: str) -> list[str]:
+        """What becomes of one tile of a captured read's gradient: here it is summed over the axis that the kernel walks."""
+        return [f"{self.sums[one]} += tl.sum({tile}, 1)"]
+
+    def _zero_sums(self, w: Writer, shape: str) -> None:
+        for one, name in self.sums.items():
+            if level(one.node) != "tile" or self.job.kind == "tiles":
+                w.line(f"{name} = tl.zeros({shape}, tl.float32)")
 
     def _cast_between(self, name: str, have: str, want: str) -> str:
         """A loaded tile in the dtype of a product."""
@@ -171,53 +256,90 @@ class Recomputed(Forward):
 
 
 class Queries(Recomputed):
-    """One emission of the kernel of dQ, whose loops are forward's."""
-
-    def name(self) -> str:
-        return "_".join(["attention_backward_queries", *words(self.spec, self.plan)])
+    """One emission of a kernel that owns tiles of queries, with forward's loops: of dQ and of captured reads by row."""
 
     def _load_query(self, query: Writer, bases: Writer) -> None:
         super()._load_query(query, bases)
         query.gap("load the gradient of the result, and what the rows are normalised by")
-        self.arguments.pointer("grad_out_ptr", "grad_out")
-        terms = self._row_strides("grad_out", "grad_out")
+        reader, terms = self._grad_out_reader()
         if terms:
             query.line(f"grad_out_ptr += {' + '.join(terms)}")
-        mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
-        load = f"tl.load(grad_out_ptr + offs_m[:, None] * grad_out_stride_m + offs_e[None, :] * grad_out_stride_e, mask={mask}, other=0.0)"
-        query.line(f"do = {self._cast_between(load, self.spec.out_dtype, self.types.arrived)}")
+        query.line(f"do = {self._cast_between(reader.tile(True, self.e_padded), self.spec.out_dtype, self.types.arrived)}")
         query.line(self._first_row())
-        query.extend(self._rows(mask=True, delta=True))
+        query.extend(self._rows(mask=True, delta=self.job.slopes))
+
+    @property
+    def _corrected(self) -> tuple[Captured, ...]:
+        return tuple(c for c in self.job.captured if c.program == "score" and level(c.node) != "tile")
 
     def _state(self, w: Writer) -> None:
+        if self.sweeps:
+            w.gap("a tile with a row that saw no allowed key, whose weights are those of ALL keys, takes every key through the whole program")
+            below = literal(self.chain.seen_above)
+            w.line(f"some_unseen = tl.max((m_mask & ((shift > {below}) ^ True)).to(tl.int32), 0) > 0        # NaN is not seen either")
+            if self.lowers:
+                w.line("start = tl.where(some_unseen, 0, start)")
+                w.line("full_start = tl.where(some_unseen, 0, full_start)")
+            w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
+            w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
+            self.stop = "stop"
         w.gap()
-        w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")
+        if self.job.query:
+            w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")
+        self._zero_sums(w, "[BLOCK_M]")
+        for name in (*(f"{self.sums[c]}_slope" for c in self._corrected), *(("total", "mass") if self._corrected else ())):
+            w.line(f"{name} = tl.zeros([BLOCK_M], tl.float32)")
 
-    def _unseen(self) -> str:
-        return f"m_mask & ((shift > {literal(self.chain.seen_above)}) ^ True)        # NaN is not seen either"
+    def _sweep(self, w: Writer) -> None:
+        """Nothing: `_state` has widened the range already."""
 
     def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
         """One tile: scores, weights, their gradient, the product with K."""
         body, types, inside = Body(self.programs, masked), self.types, not masked
         weights = self._weights(body, inside)
-        slope = self._slope(body, inside)
+        if masked and self._corrected:
+            weights.append("p = tl.where(n_mask[None, :], p, 0.0)")
+        gradients = self._gradients(body, inside, "n_mask[None, :]" if masked else "")
         key, value = (self.spec.operands[a.operand].dtype for a in (self.spec.key, self.spec.value))
+        has_dot = "dot" in depends(self.chain.inside if inside else self.chain.score)
         self._columns(w, masked)
-        self._load(w, "k", "d", masked, self.d_padded, "")
+        if has_dot or self.job.query:
+            w.line(f"k = {self.readers['k'].tile(masked, self.d_padded)}")
         w.extend(body.moving)
-        if "dot" in depends(self.chain.inside if inside else self.chain.score):
+        if has_dot:
             w.line(f"qk = tl.dot(q, tl.trans({self._cast_between('k', key, types.score)}){self._precise(types.score)})")
         w.extend(weights)
-        self._load(w, "v", "e", masked, self.e_padded, "")
+        w.line(f"v = {self.readers['v'].tile(masked, self.e_padded)}")
         w.line(f"dp = tl.dot(do, tl.trans({self._cast_between('v', value, types.arrived)}){self._precise(types.arrived)})")
-        w.extend(slope)
+        w.extend(gradients)
+        if not self.job.query:
+            return
         if masked:
             w.line("ds = tl.where(n_mask[None, :], ds, 0.0)")
         rounded = self._cast_between("ds", "float32", types.slope)
         w.line(f"dq = tl.dot({rounded}, {self._cast_between('k', key, types.slope)}, dq{self._precise(types.slope)})")
 
+    def _add_captured(self, one: Captured, tile: str) -> list[str]:
+        """Row sums stay in registers; a gradient for every score is stored at once."""
+        if level(one.node) != "tile":
+            return super()._add_captured(one, tile)
+        self.arguments.pointer(f"{one.label}_ptr", one.label)
+        place = f"{one.label}_ptr + (first_row + offs_m)[:, None] * n_keys + offs_n[None, :]"
+        return [f"tl.store({place}, {tile}, mask=m_mask[:, None] & (offs_n < n_keys)[None, :])"]
+
     def _epilogue(self, w: Writer) -> None:
-        w.gap("epilogue: the scores' own factor, store")
+        if self._corrected:
+            w.gap("what delta should have been: the weights add up to one but for rounding, unless there are terms without values or no weights")
+            w.line(f"delta -= {'total' if self.spec.extra_terms else 'tl.where(mass > 0.5, total / mass, total)'}")
+            for one in self._corrected:
+                w.line(f"{self.sums[one]} += delta * {self.sums[one]}_slope")
+        w.gap("epilogue: the scores' own factor, store" if self.job.query else "epilogue: store")
+        for one, name in self.sums.items():
+            if level(one.node) != "tile":
+                self.arguments.pointer(f"{one.label}_ptr", one.label)
+                w.line(f"tl.store({one.label}_ptr + first_row + offs_m, {name}, mask=m_mask)")
+        if not self.job.query:
+            return
         self.arguments.pointer("grad_q_ptr", "grad_q")
         terms = self._strides(self.spec.query, "grad_q", ("i", "d"), ("m", "d"), tensor="grad_q")
         if terms:
@@ -231,9 +353,6 @@ class Queries(Recomputed):
 
 class Rows(Recomputed):
     """One emission of the kernel that prepares the rows."""
-
-    def name(self) -> str:
-        return "_".join(["attention_backward_rows", *words(self.spec, self.plan)])
 
     def _inputs(self) -> None:
         for name in ("out", "grad_out", "stats"):
@@ -304,18 +423,14 @@ class Rows(Recomputed):
 
 
 @functools.lru_cache(maxsize=512)
-def emit(spec: AttentionSpec, plan: KernelPlan, what: str) -> Kernel:
+def emit(spec: AttentionSpec, plan: KernelPlan, job: Job) -> Kernel:
     """One kernel of the backward pass.
-
-    Args:
-        spec, plan: as of `forward.emit`.
-        what: ``"rows"``, ``"queries"`` (dQ), ``"keys"`` (dK), ``"values"`` (dV) or ``"keys_values"`` (both).
 
     Raises:
         Unsupported: an index map that no kernel can follow, or keys and values shared by different heads.
     """
     from .backward_keys import Keys
+    from .backward_tiles import Tiles
 
-    if what in ("rows", "queries"):
-        return (Rows if what == "rows" else Queries)(spec, plan).kernel()
-    return Keys(spec, plan, want_key="keys" in what, want_value="values" in what).kernel()
+    writers: dict[str, type[Recomputed]] = {"rows": Rows, "queries": Queries, "keys": Keys, "tiles": Tiles}
+    return writers[job.kind](spec, plan, job).kernel()

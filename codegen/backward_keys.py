@@ -16,7 +16,8 @@ from ..program import Expr, depends
 from ..ranges import Bound
 from ..spec import Access, AttentionSpec
 from .backward import Recomputed
-from .forward import Kernel, words
+from .forward import Kernel
+from .jobs import Job
 from .owners import owned, shared_axes
 from .plan import KernelPlan
 from .scores import Body, Programs
@@ -24,20 +25,15 @@ from .writer import Writer
 
 
 class Keys(Recomputed):
-    """One emission; `want_key` and `want_value` say which gradients."""
+    """One emission of a kernel that owns tiles of keys."""
 
     fixed = "column"
 
-    def __init__(self, spec: AttentionSpec, plan: KernelPlan, want_key: bool, want_value: bool) -> None:
-        self.want_key, self.want_value = want_key, want_value
+    def __init__(self, spec: AttentionSpec, plan: KernelPlan, job: Job) -> None:
         self.shared = shared_axes(spec)
-        super().__init__(spec, plan)
+        super().__init__(spec, plan, job)
         # What the keys' own addresses need comes before the heads that share them.
         self.outer = Programs(spec, self.names, self.arguments, plan.index_bits == 64, self.programs.constants, "column")
-
-    def name(self) -> str:
-        what = {(True, True): "keys_values", (True, False): "keys", (False, True): "values"}[self.want_key, self.want_value]
-        return "_".join(["attention_backward", what, *words(self.spec, self.plan)])
 
     def kernel(self) -> Kernel:
         """Write the loops first, then what they turned out to need, and put everything in order."""
@@ -82,12 +78,11 @@ class Keys(Recomputed):
     # ---- sections
 
     def _inputs(self) -> None:
-        spec = self.spec
-        for name, operand in (("q_ptr", spec.query.operand), ("k_ptr", spec.key.operand)):
-            self.arguments.pointer(name, operand)
-        if self.want_key:
-            self.arguments.pointer("v_ptr", spec.value.operand)
-        self.arguments.pointer("grad_out_ptr", "grad_out")
+        self._input("q", self.spec.query.operand)
+        self._input("k", self.spec.key.operand)
+        if self.job.arrivals:
+            self._input("v", self.spec.value.operand)
+        self._input("do", "grad_out")
 
     def _which_tile(self, w: Writer) -> None:
         for axis in ("i", "j"):
@@ -127,37 +122,30 @@ class Keys(Recomputed):
                 out.append((f"for {member} in range(0, {most}):", f"{name} = {first} + {member}"))
         return out
 
-    def _linear(self) -> str:
-        """The row-major number of the batch position."""
-        text = ""
-        for name in self.spec.batch:
-            own = self.programs.axis(name)
-            text = f"({text}) * {self.programs.size(name)} + {own}" if " " in text else f"{text} * {self.programs.size(name)} + {own}" if text else own
-        return text
-
     def _load_keys(self, w: Writer) -> None:
         spec, types = self.spec, self.types
-        w.gap("load K" + (" and V" if self.want_key else ""))
-        wanted = [(spec.key, "k", ("j", "d"), ("n", "d"), self.d_padded, types.score)]
-        if self.want_key:
-            wanted.append((spec.value, "v", ("j", "e"), ("n", "e"), self.e_padded, types.arrived))
-        for access, name, axes, labels, padded, dtype in wanted:
-            base = self._strides(owned(access, self.shared), name, axes, labels, programs=self.outer)
+        w.gap("load K" + (" and V" if self.job.arrivals else ""))
+        wanted = [("k", spec.key, ("n", "d"), self.d_padded, types.score)]
+        if self.job.arrivals:
+            wanted.append(("v", spec.value, ("n", "e"), self.e_padded, types.arrived))
+        for role, access, labels, padded, dtype in wanted:
+            reader, base = self._reader(role, owned(access, self.shared), labels, programs=self.outer)
             if base:
-                w.line(f"{name}_ptr += {' + '.join(base)}")
-            depth = labels[1]
-            mask = f"n_mask[:, None] & {depth}_mask[None, :]" if padded else "n_mask[:, None]"
-            load = (f"tl.load({name}_ptr + offs_n[:, None] * {name}_stride_n + offs_{depth}[None, :] * {name}_stride_{depth}, "
-                    f"mask={mask}, other=0.0)")
-            w.line(f"{name} = {self._cast_between(load, spec.operands[access.operand].dtype, dtype)}")
-        if self.want_key:
+                w.line(f"{role}_ptr += {' + '.join(base)}")
+            w.line(f"{role} = {self._cast_between(reader.tile(True, padded), spec.operands[access.operand].dtype, dtype)}")
+        if self.job.key:
             w.line("dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)")
-        if self.want_value:
+        if self.job.value:
             w.line("dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)")
 
     def _bases(self, w: Writer) -> None:
-        w.line(f"q_base = {' + '.join(['q_ptr', *self._strides(self.spec.query, 'q', ('i', 'd'), ('m', 'd'))])}")
-        w.line(f"do_base = {' + '.join(['grad_out_ptr', *self._row_strides('grad_out', 'grad_out')])}")
+        self.readers = {}
+        self.readers["q"], terms = self._reader("q", self.spec.query, ("m", "d"), "q_base")
+        if "q" not in self.plan.described:
+            w.line(f"q_base = {' + '.join(['q_ptr', *terms])}")
+        self.readers["do"], terms = self._grad_out_reader("do_base")
+        if "do" not in self.plan.described:
+            w.line(f"do_base = {' + '.join(['grad_out_ptr', *terms])}")
         w.line(self._first_row())
 
     # ---- query range
@@ -204,88 +192,87 @@ class Keys(Recomputed):
     # ---- the loops
 
     def _loops(self, w: Writer) -> None:
+        if self.sweeps:
+            self._unseen_rows(w)
+        if self.job.captured:
+            w.gap()
+            self._zero_sums(w, "[BLOCK_N]")
         w.gap("full tiles: every bound holds for every key" if self.bounded else "full tiles")
         with w.block(f"for start_m in range({self.full_start}, full_stop, BLOCK_M):"):
             self._tile(w, self.chain.inside, masked=False)
         if self.uppers:
             w.gap("tiles that a bound or the end of the queries cuts, on both sides of the full ones")
-            w.line("n_left = (full_start - start) // BLOCK_M")
+            w.line(f"n_left = {'n_before + ' if self.sweeps else ''}(full_start - start) // BLOCK_M")
             w.line("n_partial = n_left + (stop - full_stop) // BLOCK_M")
             with w.block("for step in tl.range(0, n_partial, num_stages=1):"):
-                w.line("start_m = tl.where(step < n_left, start + step * BLOCK_M, full_stop + (step - n_left) * BLOCK_M)")
+                w.line("start_m = tl.where(step < n_left, full_start, full_stop) + (step - n_left) * BLOCK_M")
+                if self.sweeps:
+                    w.line("start_m = tl.where(step < n_before, first + step * BLOCK_M, start_m)")
                 self._tile(w, self.chain.score, masked=True)
         else:
             w.gap("tiles that a bound or the end of the queries cuts" if self.bounded else "the last tile, where queries may be missing")
             with w.block(f"for start_m in tl.range(full_stop, {'stop' if self.bounded else 'n_queries'}, BLOCK_M, num_stages=1):"):
                 self._tile(w, self.chain.score, masked=True)
-        if self.sweeps:
-            self._sweep(w)
+        for one, name in self.sums.items():
+            self.arguments.pointer(f"{one.label}_ptr", one.label)
+            w.line(f"tl.store({one.label}_ptr + batch.to(tl.int64) * n_keys + offs_n, {name}, mask=n_mask)")
 
-    def _sweep(self, w: Writer) -> None:
-        w.gap("A row that saw no allowed key weighs ALL keys: visit the tiles that hold such rows and were skipped.")
+    def _unseen_rows(self, w: Writer) -> None:
+        """Widen the range to the tiles of rows that saw no allowed key."""
+        w.gap("a row that saw no allowed key weighs ALL keys: the tiles that hold such rows count beyond the bounds")
         self.arguments.pointer("unseen_ptr", "unseen")
-        w.line("first = (n_queries - tl.load(unseen_ptr + batch.to(tl.int64) * 2)) // BLOCK_M * BLOCK_M")
+        if self.uppers:
+            w.line("first = (n_queries - tl.load(unseen_ptr + batch.to(tl.int64) * 2)) // BLOCK_M * BLOCK_M")
         w.line("last = tl.cdiv(tl.load(unseen_ptr + batch.to(tl.int64) * 2 + 1), BLOCK_M) * BLOCK_M")
         if self.uppers:
             w.line("n_before = tl.maximum(tl.minimum(start, last) - first, 0) // BLOCK_M")
-        w.line("after = tl.maximum(stop, first)")
-        w.line(f"n_swept = {'n_before + ' if self.uppers else ''}tl.maximum(last - after, 0) // BLOCK_M")
-        with w.block("for step in tl.range(0, n_swept, num_stages=1):"):
-            if self.uppers:
-                w.line("start_m = tl.where(step < n_before, first + step * BLOCK_M, after + (step - n_before) * BLOCK_M)")
-            else:
-                w.line("start_m = after + step * BLOCK_M")
-            self._tile(w, self.chain.score, masked=True)
+        w.line("stop = tl.maximum(stop, last)")
 
     def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
         """One tile: scores, weights, dV, the weights' gradient, dK."""
-        spec, types, inside = self.spec, self.types, not masked
+        spec, types, inside, job = self.spec, self.types, not masked, self.job
         body = Body(self.programs, masked)
         weights_lines = self._weights(body, inside)
-        weights = body.tile(self.chain.weight) if self.want_value else "p"
+        weights = body.tile(self.chain.weight) if job.value else "p"
         after = body.take()
-        slope = self._slope(body, inside) if self.want_key else []
+        gradients = self._gradients(body, inside, "m_mask[None, :]" if masked else "")
         wide = self.plan.index_bits == 64
         w.line(f"offs_m = {'(' if wide else ''}start_m + tl.arange(0, BLOCK_M){').to(tl.int64)' if wide else ''}")
         if masked:
             w.line("m_mask = offs_m < n_queries")
-        self._load_rows(w, "q", "q_base", "q", "d", masked, self.d_padded)
+        w.line(f"q = {self.readers['q'].tile(masked, self.d_padded)}")
         w.extend(body.moving)
         query = spec.operands[spec.query.operand].dtype
         if "dot" in depends(program):
             w.line(f"qk = tl.dot(k, tl.trans({self._cast_between('q', query, types.score)}){self._precise(types.score)})")
-        w.extend(self._rows(masked, delta=self.want_key))
+        w.extend(self._rows(masked, delta=job.slopes))
         w.extend(weights_lines)
         if masked:
             w.line("p = tl.where(m_mask[None, :], p, 0.0)")
-        self._load_rows(w, "do", "do_base", "grad_out", "e", masked, self.e_padded)
+        w.line(f"do = {self.readers['do'].tile(masked, self.e_padded)}")
         w.extend(after)
-        if self.want_value:
+        if job.value:
             if weights != "p":
                 w.line(f"weights = {weights}")
                 weights = "weights"
             left, right = self._cast_between(weights, "float32", types.value), self._cast_between("do", spec.out_dtype, types.value)
             w.line(f"dv = tl.dot({left}, {right}, dv{self._precise(types.value)})")
-        if self.want_key:
+        if job.arrivals:
             w.line(f"dp = tl.dot(v, tl.trans({self._cast_between('do', spec.out_dtype, types.arrived)}){self._precise(types.arrived)})")
-            w.extend(slope)
+            w.extend(gradients)
+        if job.key:
             if masked:
                 w.line("ds = tl.where(m_mask[None, :], ds, 0.0)")
             left, right = self._cast_between("ds", "float32", types.slope), self._cast_between("q", query, types.slope)
             w.line(f"dk = tl.dot({left}, {right}, dk{self._precise(types.slope)})")
 
-    def _load_rows(self, w: Writer, name: str, base: str, stride: str, depth: str, masked: bool, padded: bool) -> None:
-        masks = [m for m, there in (("m_mask[:, None]", masked), (f"{depth}_mask[None, :]", padded)) if there]
-        mask = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
-        w.line(f"{name} = tl.load({base} + offs_m[:, None] * {stride}_stride_m + offs_{depth}[None, :] * {stride}_stride_{depth}{mask})")
-
     # ---- epilogue
 
     def _epilogue(self, w: Writer) -> None:
-        w.gap("epilogue: the scores' own factor, store" if self.want_key else "epilogue: store")
-        if self.want_key:
+        w.gap("epilogue: the scores' own factor, store" if self.job.key else "epilogue: store")
+        if self.job.key:
             self._store(w, "k", self.spec.key, self._scaled("dk"), ("j", "d"), self.d_padded)
-        if self.want_value:
+        if self.job.value:
             self._store(w, "v", self.spec.value, "dv", ("j", "e"), self.e_padded)
 
     def _store(self, w: Writer, name: str, access: Access, value: str, axes: tuple[str, str], padded: bool) -> None:

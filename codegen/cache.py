@@ -46,9 +46,9 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def key(spec: AttentionSpec, plan: KernelPlan, versions: dict[str, str]) -> str:
-    """Eight hexadecimal digits that name a generated file."""
-    parts = (spec.to_json(), repr(sorted(asdict(plan).items())), repr(sorted(versions.items())), fingerprint())
+def key(spec: AttentionSpec, plan: KernelPlan, versions: dict[str, str], job: str = "") -> str:
+    """Eight hexadecimal digits that name a generated file; `job` is what a backward kernel has to do."""
+    parts = (spec.to_json(), repr(sorted(asdict(plan).items())), repr(sorted(versions.items())), fingerprint(), job)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
 

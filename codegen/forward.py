@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..algebra import affine
+from ..algebra import affine, simplify
 from ..program import WEIGHT, Expr, const, depends, loads, substitute, walk
 from ..ranges import Bound, Ranges, analyse
 from ..spec import Access, AttentionSpec
@@ -23,6 +23,7 @@ from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsuppo
 from .exponent import FILL, LN2, LOG2E, foldable, scale_of, unfilled
 from .helpers import HELPERS
 from .plan import KernelPlan, products
+from .reads import ROLES, Reader, block_of, index_of, place_of
 from .scores import Body, Programs, level, literal, prepare
 from .writer import Writer
 
@@ -31,7 +32,7 @@ RESERVED = (
     "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
     "stop_tile unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
     "BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights d_mask e_mask out_stride_m out_stride_e q_stride_m q_stride_d k_stride_n k_stride_d "
-    "v_stride_n v_stride_e i j d e").split() + list(HELPERS)
+    "v_stride_n v_stride_e q_desc k_desc v_desc i j d e").split() + list(HELPERS)
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,30 @@ class Forward:
 
     def _inputs(self) -> None:
         """Pointers that come first among the arguments."""
-        for name, operand in (("q_ptr", self.spec.query.operand), ("k_ptr", self.spec.key.operand), ("v_ptr", self.spec.value.operand)):
-            self.arguments.pointer(name, operand)
+        for role, access in (("q", self.spec.query), ("k", self.spec.key), ("v", self.spec.value)):
+            self._input(role, access.operand)
+
+    def _input(self, role: str, operand: int | str) -> str:
+        """The argument for a tensor that is read in tiles: an address or a descriptor, as the plan has it."""
+        name = operand if isinstance(operand, str) else role
+        if role not in self.plan.described:
+            return self.arguments.pointer(f"{name}_ptr", operand)
+        rows = self.plan.block_m if ROLES[role][0] == "i" else self.plan.block_n
+        depth = self.plan.block_d if ROLES[role][1] == "d" else self.plan.block_e
+        return self.arguments.pointer(f"{name}_desc", operand, block_of(index_of(self.spec, role), ROLES[role], rows, depth))
+
+    def _reader(self, role: str, access: Access, labels: tuple[str, str], base: str = "",
+                programs: Programs | None = None) -> tuple[Reader, list[str]]:
+        """How a role's tiles are read from `access`, and the summands of the base that its pointer needs first (none under a descriptor).
+
+        `base` is the variable that will hold the pointer; `programs` takes the lines that the place needs.
+        """
+        argument = self._input(role, access.operand)
+        if role in self.plan.described:
+            index = tuple(simplify(x) for x in access.index)
+            place = place_of(index, ROLES[role], labels[0], lambda x: (programs or self.programs).scalar(x).text)
+            return Reader(argument, role, labels, place), []
+        return Reader(base or argument, role, labels), self._strides(access, role, ROLES[role], labels, programs=programs)
 
     @staticmethod
     def _append(body: Writer, part: Writer) -> None:
@@ -245,20 +268,19 @@ class Forward:
     def _load_query(self, query: Writer, bases: Writer) -> None:
         spec = self.spec
         query.gap("load Q")
-        base = self._strides(spec.query, "q", ("i", "d"), ("m", "d"))
+        reader, base = self._reader("q", spec.query, ("m", "d"))
         if base:
             query.call("q_ptr += ", [" + ".join(base)], "")
-        mask = "m_mask[:, None] & d_mask[None, :]" if self.d_padded else "m_mask[:, None]"
-        load = f"tl.load(q_ptr + offs_m[:, None] * q_stride_m + offs_d[None, :] * q_stride_d, mask={mask}, other=0.0)"
-        query.line(f"q = {load}{self._cast(spec.query, self.qk_dtype)}")
+        query.line(f"q = {reader.tile(True, self.d_padded)}{self._cast(spec.query, self.qk_dtype)}")
         self._key_bases(bases)
 
     def _key_bases(self, bases: Writer) -> None:
         spec = self.spec
-        for access, name, axes, labels in ((spec.key, "k", ("j", "d"), ("n", "d")), (spec.value, "v", ("j", "e"), ("n", "e"))):
-            base = self._strides(access, name, axes, labels)
+        self.readers: dict[str, Reader] = {}
+        for role, access, labels in (("k", spec.key, ("n", "d")), ("v", spec.value, ("n", "e"))):
+            self.readers[role], base = self._reader(role, access, labels)
             if base:
-                bases.line(f"{name}_ptr += {' + '.join(base)}")
+                bases.line(f"{role}_ptr += {' + '.join(base)}")
 
     def _cast(self, access: Access, dtype: str) -> str:
         return "" if self.spec.operands[access.operand].dtype == dtype else f".to(tl.{dtype})"
@@ -384,7 +406,7 @@ class Forward:
         weights = "p" if plain else body.tile(self.weight)
         self._columns(w, masked)
         if any("dot" in depends(x) for x in (program,)):
-            self._load(w, "k", "d", masked, self.d_padded, self._cast(self.spec.key, self.qk_dtype))
+            w.line(f"k = {self.readers['k'].tile(masked, self.d_padded)}{self._cast(self.spec.key, self.qk_dtype)}")
         w.extend(body.moving)
         if "dot" in depends(program):
             w.line(f"qk = tl.dot(q, tl.trans(k){self.precision if self.qk_dtype == 'float32' else ''})")
@@ -397,18 +419,12 @@ class Forward:
             name = "score"
         self._softmax(w, name)
         w.extend(body.tiles)
-        self._load(w, "v", "e", masked, self.e_padded, self._cast(self.spec.value, self.pv_dtype))
+        w.line(f"v = {self.readers['v'].tile(masked, self.e_padded)}{self._cast(self.spec.value, self.pv_dtype)}")
         if not plain:
             w.line(f"weights = {weights}")
             weights = "weights"
         cast = "" if self.pv_dtype == "float32" else f".to(tl.{self.pv_dtype})"
         w.line(f"acc = tl.dot({weights}{cast}, v, acc * alpha[:, None]{self.precision if self.pv_dtype == 'float32' else ''})")
-
-    def _load(self, w: Writer, name: str, depth: str, masked: bool, padded: bool, cast: str) -> None:
-        masks = [m for m, there in (("n_mask[:, None]", masked), (f"{depth}_mask[None, :]", padded)) if there]
-        mask = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
-        where = f"{name}_ptr + offs_n[:, None] * {name}_stride_n + offs_{depth}[None, :] * {name}_stride_{depth}"
-        w.line(f"{name} = tl.load({where}{mask}){cast}")
 
     def _softmax(self, w: Writer, score: str) -> None:
         unit = literal(self.unit)

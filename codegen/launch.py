@@ -21,6 +21,7 @@ from . import cache, header
 from .arguments import Unsupported, number
 from .forward import Kernel, emit
 from .plan import KernelPlan, candidates
+from .reads import described, descriptor
 from .tiles import Device, present
 
 __all__ = ["Unsupported", "forward", "backward", "source", "bind", "plans", "check_supported"]
@@ -46,7 +47,7 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
         Unsupported: no kernel can be generated for this attention or device; nothing was computed.
         ValueError: the arguments do not fit the spec.
     """
-    key = (spec, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands]), torch.backends.cuda.matmul.allow_tf32)
+    key = (spec, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands]), aligned(operands), torch.backends.cuda.matmul.allow_tf32)
     run = _runs.get(key)
     if run is None:
         check_call(spec, operands, sizes, seed)
@@ -106,7 +107,14 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     """
     check_supported(spec, operands, sizes)
     named = dict(zip(spec.size_names, sizes, strict=True))
-    return candidates(spec, header.request_of(spec, named, is_wide(spec, operands, named), precision(device)), device)
+    own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand], "v": operands[spec.value.operand]}
+    request = header.request_of(spec, named, is_wide(spec, operands, named), precision(device), described(spec, named, own))
+    return candidates(spec, request, device)
+
+
+def aligned(operands: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Which tensors begin at a multiple of 16 bytes: part of a layout, since only those can be described."""
+    return tuple([t.data_ptr() % 16 == 0 for t in operands])
 
 
 def precision(device: Device) -> str:
@@ -288,6 +296,7 @@ def caller(function: Any, kernel: Kernel, plan: KernelPlan, grid: tuple[int, int
            integers: Sequence[int]) -> Callable[[Sequence[torch.Tensor | None]], None]:
     """Launches a Triton function on tensors, given in the order of the kernel's pointers; everything else is fixed."""
     constants = dict(kernel.constants) | {"num_warps": plan.warps, "num_stages": plan.stages}
+    blocks = [(n, p.block) for n, p in enumerate(kernel.pointers) if p.block]
     values = [v for _, v in kernel.constants]
     compiled: dict[int, Any] = {}       # by which pointers are multiples of 16; everything else of Triton's key is fixed here
 
@@ -295,10 +304,13 @@ def caller(function: Any, kernel: Kernel, plan: KernelPlan, grid: tuple[int, int
         odd = 0
         for tensor in tensors:
             odd = odd << 1 | (tensor.data_ptr() & 15 != 0)  # type: ignore[union-attr]  # dropout comes with a seed
+        arguments: list[Any] = list(tensors)
+        for place, block in blocks:
+            arguments[place] = descriptor(arguments[place], block)
         known = compiled.get(odd)
         if known is None:               # Triton's own launcher finds the kernel; the interpreter returns none
-            compiled[odd] = function[grid](*tensors, *integers, **constants)
+            compiled[odd] = function[grid](*arguments, *integers, **constants)
         else:
-            known[grid](*tensors, *integers, *values)
+            known[grid](*arguments, *integers, *values)
 
     return call

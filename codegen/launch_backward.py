@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..adjoint import ZERO, adjoint
-from ..program import loads
+from ..elements import Elements
+from ..program import axis, const, loads
 from ..reference import check_call
 from ..spec import Access, AttentionSpec
+from ..walker import backward_extra_terms
 from . import cache, header, launch
 from .arguments import Unsupported, number
 from .backward import chain, emit, flat, sweeps
+from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan
 from .plan_backward import candidates
+from .reads import described
 from .tiles import Device, present
 
 Gradients = list["torch.Tensor | None"]
 Run = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, "torch.Tensor | None"], Gradients]
 
 _runs: dict[object, Run] = {}
-_functions: dict[tuple[AttentionSpec, KernelPlan, str], Any] = {}
+_functions: dict[tuple[AttentionSpec, KernelPlan, Job], Any] = {}
 _MOST_RUNS = 4096
 
 
@@ -45,7 +49,7 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
         ValueError: the arguments do not fit the spec.
     """
     layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (grad_out, out, stats, *operands)])
-    key = (spec, tuple(sizes), layouts, tuple(needs), torch.backends.cuda.matmul.allow_tf32)
+    key = (spec, tuple(sizes), layouts, tuple(needs), launch.aligned((grad_out, *operands)), torch.backends.cuda.matmul.allow_tf32)
     run = _runs.get(key)
     if run is None:
         check_call(spec, operands, sizes, seed)
@@ -68,24 +72,23 @@ class Role:
 
 @dataclass(frozen=True)
 class Task:
-    """What one call layout needs: the roles with a gradient and whether they reach all of their operand; the kernels, in order."""
+    """What one call layout needs: the roles with a gradient and whether they reach all of their operand; the captured reads; the
+    operands that extra terms read; the kernels, in order."""
 
-    roles: tuple[Role, ...]
-    covered: Mapping[str, bool]
-    kernels: tuple[str, ...]
+    roles: tuple[Role, ...] = ()
+    covered: Mapping[str, bool] = field(default_factory=dict)
+    reads: tuple[Captured, ...] = ()
+    terms: frozenset[int] = frozenset()
+    jobs: tuple[Job, ...] = ()
 
 
 def task(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Mapping[str, int], needs: Sequence[bool]) -> Task:
     """The kernels that these gradients take.
 
     Raises:
-        Unsupported: a captured tensor needs a gradient, or elements of a gradient have no single owner.
+        Unsupported: elements of a gradient of queries, keys or values have no single owner.
+        ValueError: an operation without a derivative.
     """
-    for expr in (spec.score, spec.weight, *spec.extra_terms):
-        for node in loads(expr):
-            if node.kind == "float" and needs[int(node.attr)] and adjoint(expr, node) != ZERO:  # type: ignore[arg-type]
-                raise Unsupported(f"the gradient of {spec.operands[int(node.attr)].name}, which the scores or weights read: "  # type: ignore[arg-type]
-                                  "the generated backward kernels have those of queries, keys and values only")
     shared = shared_axes(spec)
     roles, covered = [], {}
     dead = () if not flat(spec) else ("grad_q", "grad_k")
@@ -103,21 +106,20 @@ def task(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Mapping[s
         shape = tuple(operands[access.operand].shape)
         covered[role.name] = covers(access, lengths, sizes, shape, spec.operands[access.operand].name)
         roles.append(role)
-    names = {r.name for r in roles}
-    kernels = ["rows"] if names else []
-    if names & {"grad_k", "grad_v"}:
-        kernels.append("_".join(x for x, there in (("keys", "grad_k" in names), ("values", "grad_v" in names)) if there))
-    if "grad_q" in names:
-        kernels.append("queries")
-    return Task(tuple(roles), covered, tuple(kernels))
+    reads = captured(spec, needs)
+    terms = frozenset(int(x.attr) for t in spec.extra_terms for x in loads(t)  # type: ignore[arg-type]  # a load names its operand
+                      if x.kind == "float" and needs[int(x.attr)] and adjoint(t, x) != ZERO)  # type: ignore[arg-type]
+    names = frozenset({"grad_q": "query", "grad_k": "key", "grad_v": "value"}[r.name] for r in roles)
+    return Task(tuple(roles), covered, reads, terms, jobs(spec, sizes, names, reads, bool(terms)))
 
 
 def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,
-          what: str) -> tuple[KernelPlan, ...]:
+          job: Job) -> tuple[KernelPlan, ...]:
     """The plans of one kernel that fit, best first; `tensors` are grad_out and the result."""
     wide = launch.is_wide(spec, operands, dict(sizes), tensors)
-    request = header.request_of(spec, dict(sizes), wide, launch.precision(device))
-    return candidates(spec, request, device, what)
+    own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand], "v": operands[spec.value.operand], "do": tensors[0]}
+    request = header.request_of(spec, dict(sizes), wide, launch.precision(device), described(spec, sizes, own))
+    return candidates(spec, request, device, job)
 
 
 # ---- preparing and launching
@@ -143,13 +145,13 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     except ValueError as problem:
         raise Unsupported(f"a score or weight program without a derivative ({problem})") from problem
     if math.prod(shape) == 0 or named["j"] == 0:
-        wanted = Task((), {}, ())
-    if wanted.kernels and device.type != "cuda" and not launch.interpreting():
+        wanted = Task()
+    if wanted.jobs and device.type != "cuda" and not launch.interpreting():
         raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")
-    offered = {what: plans(spec, (grad_out, out), operands, named, present(device), what) for what in wanted.kernels}
-    for what, some in offered.items():
+    offered = {job: plans(spec, (grad_out, out), operands, named, present(device), job) for job in wanted.jobs}
+    for job, some in offered.items():
         for plan in some:
-            emit(spec, plan, what)      # what no kernel can follow shows here, before anything runs
+            emit(spec, plan, job)      # what no kernel can follow shows here, before anything runs
     return _Backward(spec, sizes, needs, wanted, offered, launch.recorded(operands, sizes), device).run
 
 
@@ -157,11 +159,11 @@ class _Backward:
     """One layout's backward pass: buffers, then the kernels, each on the first of its plans that the device holds."""
 
     def __init__(self, spec: AttentionSpec, sizes: tuple[int, ...], needs: tuple[bool, ...], wanted: Task,
-                 plans: Mapping[str, tuple[KernelPlan, ...]], call: header.Call, device: torch.device) -> None:
+                 plans: Mapping[Job, tuple[KernelPlan, ...]], call: header.Call, device: torch.device) -> None:
         self.spec, self.sizes, self.needs, self.task, self.call, self.device = spec, sizes, needs, wanted, call, device
         self.named = dict(zip(spec.size_names, sizes, strict=True))
-        self.plans = {what: list(some) for what, some in plans.items()}
-        self.bound: dict[str, Any] = {}
+        self.plans = {job: list(some) for job, some in plans.items()}
+        self.bound: dict[Job, Any] = {}
         self.several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.rows = math.prod(self.named[b] for b in spec.batch)
 
@@ -179,13 +181,16 @@ class _Backward:
         tensors |= {"grad_out": grad_out, "out": out, "stats": stats.contiguous(), "seed": seed, **self._buffers()}
         for role in self.task.roles:
             tensors[role.name] = self._allocate(role, operands[role.access.operand])
-        for what in self.task.kernels:
-            self._launch(what, tensors, operands)
-        return [self._gradient(n, t, tensors) if self.needs[n] else None for n, t in enumerate(operands)]
+        for one in self.task.reads:
+            tensors[one.label] = self._allocate_read(one, operands[one.operand])
+        for job in self.task.jobs:
+            self._launch(job, tensors, operands)
+        sums = self._sums(tensors, operands, stats, seed)
+        return [self._gradient(n, t, tensors, sums) if self.needs[n] else None for n, t in enumerate(operands)]
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """What the row kernel leaves for the others."""
-        if not self.task.kernels:
+        if not self.task.jobs:
             return {}
         shape = (self.rows, self.named["i"])
         names = ("shift", "delta") if chain(self.spec, self.named["d"], self.named["e"]).folded else ("shift", "log_sum", "delta")
@@ -194,18 +199,53 @@ class _Backward:
             found["unseen"] = torch.zeros((self.rows, 2), dtype=torch.int32, device=self.device)
         return found
 
-    def _alone(self, role: Role) -> bool:
-        return sum(r.access.operand == role.access.operand for r in self.task.roles) == 1
+    def _alone(self, number: int) -> bool:
+        """Whether the gradient of an operand is what one kernel writes, so that it needs no sum in float32."""
+        roles = sum(r.access.operand == number for r in self.task.roles)
+        return roles + sum(r.operand == number for r in self.task.reads) + (number in self.task.terms) == 1
 
     def _allocate(self, role: Role, operand: torch.Tensor) -> torch.Tensor:
-        """The gradient that a role's kernel writes; where roles share an operand their gradients are rounded after the sum."""
-        dtype = operand.dtype if self._alone(role) else torch.float32
+        """The gradient that a role's kernel writes; where an operand has several they are rounded after the sum."""
+        dtype = operand.dtype if self._alone(role.access.operand) else torch.float32
         if self.task.covered[role.name]:
             return _scratch(operand.shape, dtype, operand.device)
         return torch.zeros(operand.shape, dtype=dtype, device=operand.device)
 
-    def _gradient(self, number: int, operand: torch.Tensor, tensors: Mapping[object, torch.Tensor | None]) -> torch.Tensor:
+    def _direct(self, one: Captured, shape: Sequence[int]) -> bool:
+        """Whether the buffer of a read is the gradient of its tensor, element by element."""
+        axes = axes_of(self.spec, one)
+        place = [x for n, x in enumerate(one.node.args) if x != const(0) or shape[n] != 1]
+        return place == [axis(a) for a in axes] and math.prod(shape) == math.prod(self.named[a] for a in axes) and self._alone(one.operand)
+
+    def _allocate_read(self, one: Captured, operand: torch.Tensor) -> torch.Tensor:
+        """The buffer of a captured read; tiles that the kernel of the queries skips stay zero."""
+        dtype = operand.dtype if self._direct(one, operand.shape) else torch.float32
+        shape = [self.named[a] for a in axes_of(self.spec, one)]
+        skips = {"i", "j"} <= one.axes and any(one in job.captured for job in self.task.jobs if job.kind == "queries")
+        return torch.zeros(shape, dtype=dtype, device=self.device) if skips else _scratch(shape, dtype, self.device)
+
+    def _sums(self, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
+              seed: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """By operand, what captured reads and extra terms add up to, in float32."""
+        reads = [x for x in self.task.reads if not self._direct(x, operands[x.operand].shape)]
+        wanted = {x.operand for x in reads} | self.task.terms
+        total = {n: torch.zeros(operands[n].shape, dtype=torch.float32, device=self.device) for n in sorted(wanted)}
+        elements = Elements(operands, self.named, self.device)
+        for one in reads:
+            axes = axes_of(self.spec, one)
+            elements.add(total[one.operand], one.node.args, {a: (0, self.named[a]) for a in axes}, axes, tensors[one.label])  # type: ignore[arg-type]
+        if self.task.terms:
+            delta = tensors["delta"].view([*(self.named[b] for b in self.spec.batch), self.named["i"]])  # type: ignore[union-attr]
+            backward_extra_terms(self.spec, operands, stats, delta, self.sizes, seed, {n: total[n] for n in self.task.terms})
+        return total
+
+    def _gradient(self, number: int, operand: torch.Tensor, tensors: Mapping[object, torch.Tensor | None],
+                  sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
         parts = [tensors[r.name] for r in self.task.roles if r.access.operand == number]
+        if number in sums:
+            parts.append(sums[number])
+        parts += [tensors[x.label].view(operand.shape) for x in self.task.reads  # type: ignore[union-attr]  # allocated above
+                  if x.operand == number and number not in sums]
         if not parts:
             return torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device)
         total = parts[0]
@@ -213,37 +253,40 @@ class _Backward:
             total = total + part  # type: ignore[operator]  # roles have gradients
         return total.to(operand.dtype)  # type: ignore[union-attr]
 
-    def _launch(self, what: str, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> None:
+    def _launch(self, job: Job, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> None:
         """Run one kernel; on the first call climb down until a plan is taken."""
-        if what in self.bound:
-            return self.bound[what](tensors)
+        if job in self.bound:
+            return self.bound[job](tensors)
         while True:
-            plan = self.plans[what][0]
-            bound = self._bind(what, plan, tensors, operands)
+            plan = self.plans[job][0]
+            bound = self._bind(job, plan, tensors, operands)
             try:
                 bound(tensors)
             except Exception as problem:
-                if len(self.plans[what]) == 1 or not launch.too_large(problem):
+                if len(self.plans[job]) == 1 or not launch.too_large(problem):
                     raise
-                self.plans[what].pop(0)
+                self.plans[job].pop(0)
                 continue
-            self.bound[what] = bound
+            self.bound[job] = bound
             return None
 
-    def _bind(self, what: str, plan: KernelPlan, tensors: Mapping[object, torch.Tensor | None],
+    def _bind(self, job: Job, plan: KernelPlan, tensors: Mapping[object, torch.Tensor | None],
               operands: Sequence[torch.Tensor]) -> Callable[[Mapping[object, "torch.Tensor | None"]], None]:
-        kernel = emit(self.spec, plan, what)
+        kernel = emit(self.spec, plan, job)
         integers = numbers(kernel, self.named, operands, tensors)
-        call = launch.caller(function(self.spec, plan, what, self.call), kernel, plan, (self._programs(what, plan), 1, 1), integers)
+        call = launch.caller(function(self.spec, plan, job, self.call), kernel, plan, (self._programs(job, plan), 1, 1), integers)
         pointers = [p.operand for p in kernel.pointers]
         return lambda now: call([now[p] for p in pointers])
 
-    def _programs(self, what: str, plan: KernelPlan) -> int:
-        """How many programs a kernel takes: one a tile, of queries or of keys, and for keys one for all heads that share them."""
-        if what in ("rows", "queries"):
-            return math.ceil(self.named["i"] / plan.block_m) * self.rows
+    def _programs(self, job: Job, plan: KernelPlan) -> int:
+        """How many programs a kernel takes: one a tile, of queries, of keys (for all heads that share them) or of scores."""
+        queries, keys = math.ceil(self.named["i"] / plan.block_m), math.ceil(self.named["j"] / plan.block_n)
+        if job.kind == "tiles":
+            return queries * keys * math.prod(self.named[b] for b in self.spec.batch if b not in job.walked)
+        if job.kind != "keys":
+            return queries * self.rows
         owners = {x.name: x.count(self.named) for x in shared_axes(self.spec)}
-        return math.ceil(self.named["j"] / plan.block_n) * math.prod(owners.get(b, self.named[b]) for b in self.spec.batch)
+        return keys * math.prod(owners.get(b, self.named[b]) for b in self.spec.batch)
 
 
 def numbers(kernel: Any, sizes: Mapping[str, int], operands: Sequence[torch.Tensor], tensors: Mapping[object, torch.Tensor | None]) -> list[int]:
@@ -258,12 +301,12 @@ def _scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def function(spec: AttentionSpec, plan: KernelPlan, what: str, call: header.Call) -> Any:
+def function(spec: AttentionSpec, plan: KernelPlan, job: Job, call: header.Call) -> Any:
     """The Triton function of one backward kernel, from its file on disk."""
-    known = _functions.get((spec, plan, what))
+    known = _functions.get((spec, plan, job))
     if known is None:
-        kernel = emit(spec, plan, what)
-        name = f"{kernel.name}_{cache.key(spec, plan, header.versions())}"
-        path = cache.store(name, lambda: header.render_backward(spec, plan, kernel, call, what))
-        known = _functions[spec, plan, what] = getattr(cache.load(path), kernel.name)
+        kernel = emit(spec, plan, job)
+        name = f"{kernel.name}_{cache.key(spec, plan, header.versions(), repr(job))}"
+        path = cache.store(name, lambda: header.render_backward(spec, plan, kernel, call, job))
+        known = _functions[spec, plan, job] = getattr(cache.load(path), kernel.name)
     return known

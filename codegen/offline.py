@@ -20,6 +20,7 @@ from . import launch, launch_backward
 from .arguments import Size, number
 from .backward import emit as emit_backward
 from .forward import Kernel, emit
+from .jobs import Job
 from .plan import KernelPlan
 from .tiles import known
 
@@ -62,19 +63,20 @@ def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[t
     return _compile(function, kernel, plan, integers, dict(enumerate(t.dtype for t in operands)) | special, target)
 
 
-def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target, what: str,
+def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target, job: Job,
                      plan: KernelPlan | None = None) -> Compiled:
-    """Compile one backward kernel; `what` as of `backward.emit`, the rest as of `compile_only`."""
+    """Compile one backward kernel, the rest as of `compile_only`."""
     named = dict(zip(spec.size_names, sizes, strict=True))
     out = torch.empty_strided([named[a] for a in spec.out_axes], launch.out_strides(spec, named), dtype=dtype_of(spec.out_dtype), device="meta")
-    plan = plan or launch_backward.plans(spec, (out, out), operands, named, known(*target), what)[0]
-    function, kernel = launch_backward.function(spec, plan, what, launch.recorded(operands, sizes)), emit_backward(spec, plan, what)
+    plan = plan or launch_backward.plans(spec, (out, out), operands, named, known(*target), job)[0]
+    function, kernel = launch_backward.function(spec, plan, job, launch.recorded(operands, sizes)), emit_backward(spec, plan, job)
     roles = {"grad_q": spec.query, "grad_k": spec.key, "grad_v": spec.value}
     gradients = {name: torch.empty(operands[a.operand].shape, dtype=operands[a.operand].dtype, device="meta") for name, a in roles.items()}
     integers = launch_backward.numbers(kernel, named, operands, {"out": out, "grad_out": out, **gradients})
-    dtypes = dict(enumerate(t.dtype for t in operands)) | {n: t.dtype for n, t in gradients.items()}
-    dtypes |= dict.fromkeys(("stats", "shift", "log_sum", "delta"), torch.float32) | {"out": out.dtype, "grad_out": out.dtype}
-    return _compile(function, kernel, plan, integers, dtypes | {"seed": torch.int64, "unseen": torch.int32}, target)
+    dtypes: dict[Any, torch.dtype] = dict(enumerate(t.dtype for t in operands)) | {n: t.dtype for n, t in gradients.items()}
+    dtypes |= dict.fromkeys(("stats", "shift", "log_sum", "delta", *(c.label for c in job.captured)), torch.float32)
+    dtypes |= {"out": out.dtype, "grad_out": out.dtype, "seed": torch.int64, "unseen": torch.int32}
+    return _compile(function, kernel, plan, integers, dtypes, target)
 
 
 def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence[int], dtypes: Mapping[Any, torch.dtype],
@@ -98,7 +100,11 @@ def _specialise(kernel: Kernel, integers: Sequence[int], dtypes: Mapping[Any, to
     constants: dict[str, Any] = dict(kernel.constants)
     aligned: list[str] = []
     for pointer in kernel.pointers:
-        signature[pointer.name] = f"*{_TYPES[dtypes[pointer.operand]]}"
+        own = _TYPES[dtypes[pointer.operand]]
+        if pointer.block:
+            signature[pointer.name] = f"tensordesc<{own}{list(pointer.block)}>".replace(" ", "")
+            continue
+        signature[pointer.name] = f"*{own}"
         aligned.append(pointer.name)
     for argument, value in zip(kernel.integers, integers, strict=True):
         if value == 1 and not isinstance(argument, Size):

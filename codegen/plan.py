@@ -19,7 +19,8 @@ HALF = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan may know of a call: sizes by name, whether offsets inside one attention pass 2³¹, and the tf32 setting."""
+    """What a plan may know of a call: sizes by name, whether offsets inside one attention pass 2³¹, how float32 products are
+    taken, and which tensors lie so that a descriptor can read them."""
 
     batch: int
     queries: int
@@ -28,6 +29,7 @@ class Request:
     value_depth: int
     wide: bool = False
     precision: str = "ieee"
+    described: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class KernelPlan:
             split into three bfloat16 parts (24 bits: measured nearer to the oracle than "ieee"), or ``"tf32"`` where the user allows it.
         reasons: one sentence for each choice.
         shared, registers: predicted bytes of shared memory a block and registers a thread.
+        described: the roles (``q k v do``) that are read by descriptors; the others by pointers. See `reads`.
     """
 
     block_m: int
@@ -58,6 +61,7 @@ class KernelPlan:
     reasons: tuple[str, ...]
     shared: int
     registers: int
+    described: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (f"BLOCK_M={self.block_m} BLOCK_N={self.block_n} BLOCK_D={self.block_d} BLOCK_E={self.block_e} "
@@ -190,7 +194,12 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
     if request.wide:
         reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
     return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers)
+                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers, reads_by_descriptor(request, device))
+
+
+def reads_by_descriptor(request: Request, device: Device, roles: str = "q k v do") -> tuple[str, ...]:
+    """Which roles the kernels of a plan read by descriptors: those that can be, where the device fetches boxes by itself."""
+    return tuple(n for n in request.described if n in roles.split()) if device.asynchronous and not request.wide else ()
 
 
 def element_bytes(spec: AttentionSpec) -> tuple[int, int]:

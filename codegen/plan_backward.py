@@ -10,7 +10,8 @@ import math
 from ..ranges import analyse
 from ..spec import AttentionSpec
 from .backward import types
-from .plan import HALF, KernelPlan, Request, Shape, element_bytes, gathers, tile_loads
+from .jobs import Job, Kind
+from .plan import HALF, KernelPlan, Request, Shape, element_bytes, gathers, reads_by_descriptor, tile_loads
 from .tiles import Device, padded
 
 _ROW_ELEMENTS = 8192
@@ -47,6 +48,14 @@ _QUERIES_AMPERE: Table = (
     (128, ((64, 32, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
     (256, ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
+_TILES_HOPPER: Table = (
+    (128, ((128, 64, 8, 1), (64, 64, 4, 1), *_SMALLEST)),
+    (256, ((64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+)
+_TILES_AMPERE: Table = (
+    (128, ((64, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
+)
 _FLOAT32: Table = (
     (64, ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
@@ -54,29 +63,31 @@ _FLOAT32: Table = (
 )
 
 
-def _table(spec: AttentionSpec, device: Device, keys: bool) -> Table:
+def _table(spec: AttentionSpec, device: Device, kind: Kind) -> Table:
     found = types(spec)
     if any(t not in HALF for t in (found.score, found.slope, found.value, found.arrived)):
         return _FLOAT32
+    if kind == "tiles":
+        return _TILES_HOPPER if device.asynchronous else _TILES_AMPERE
     if device.asynchronous:
-        return _KEYS_HOPPER if keys else _QUERIES_HOPPER
-    return _KEYS_AMPERE if keys else _QUERIES_AMPERE
+        return _KEYS_HOPPER if kind == "keys" else _QUERIES_HOPPER
+    return _KEYS_AMPERE if kind == "keys" else _QUERIES_AMPERE
 
 
-def candidates(spec: AttentionSpec, request: Request, device: Device, what: str) -> tuple[KernelPlan, ...]:
+def candidates(spec: AttentionSpec, request: Request, device: Device, job: Job) -> tuple[KernelPlan, ...]:
     """Plans of one kernel that fit the device, the preferred one first, then ever smaller ones: at least two.
 
     Args:
         spec, request, device: as of `plan.candidates`.
-        what: as of `backward.emit`.
+        job: what the kernel has to do.
     """
     width = _LEAST_WIDTH if device.asynchronous else 16
     block_d, block_e = max(padded(request.depth), width), max(padded(request.value_depth), width)
-    if what == "rows":
-        return tuple(_plan(spec, request, device, (rows, 16, 4, 1), padded(request.depth), padded(request.value_depth), what, "it only streams")
+    if job.kind == "rows":
+        return tuple(_plan(spec, request, device, (rows, 16, 4, 1), padded(request.depth), padded(request.value_depth), job, "it only streams")
                      for rows in (max(16, _ROW_ELEMENTS // padded(request.value_depth)), 16))
-    keys, largest = what != "queries", max(block_d, block_e)
-    table = _table(spec, device, keys)
+    largest = max(block_d, block_e)
+    table = _table(spec, device, job.kind)
     shapes = list(next(rows for limit, rows in table if largest <= limit))
     if table is _QUERIES_HOPPER and not analyse(spec).bounds:
         shapes.insert(0, _QUERIES_FULL[next(limit for limit, _ in table if largest <= limit)])
@@ -85,32 +96,33 @@ def candidates(spec: AttentionSpec, request: Request, device: Device, what: str)
     out: list[KernelPlan] = []
     for rank, shape in enumerate(shapes):
         why = f"{shape[0]}x{shape[1]} with {shape[2]} warps and {shape[3]} stages: choice {rank + 1} for head dimensions up to {largest}"
-        plan = _plan(spec, request, device, shape, block_d, block_e, what, why)
+        plan = _plan(spec, request, device, shape, block_d, block_e, job, why)
         if plan.shared <= device.shared:
             out.append(plan)
     while len(out) < 2:
         warps = 4 if not out or out[-1].warps != 4 or out[-1].block_n > 16 else 2
-        out.append(_plan(spec, request, device, (16, 16, warps, 1), block_d, block_e, what, "the smallest tile there is"))
+        out.append(_plan(spec, request, device, (16, 16, warps, 1), block_d, block_e, job, "the smallest tile there is"))
     return tuple(out)
 
 
-def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, block_d: int, block_e: int, what: str,
+def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, block_d: int, block_e: int, job: Job,
           why: str) -> KernelPlan:
     block_m, block_n, warps, stages = shape
     qk_bytes, pv_bytes = element_bytes(spec)
     if request.precision == "bf16x6":
         qk_bytes, pv_bytes = (6 if n == 4 else n for n in (qk_bytes, pv_bytes))        # three parts of two bytes
     row = block_d * qk_bytes + block_e * pv_bytes
-    kept, moving = (block_n, block_m) if what != "queries" else (block_m, block_n)
+    kept, moving = (block_n, block_m) if job.kind == "keys" else (block_m, block_n)
     tile = block_m * block_n
     shared = kept * row + stages * (moving * (row + 12) + tile_loads(spec) * tile * 4) + 2 * tile * max(qk_bytes, pv_bytes)
     shared = max(shared, kept * max(block_d, block_e) * 4)
-    sums = block_n * (block_d + block_e) if what != "queries" else block_m * block_d
+    sums = {"keys": block_n * (block_d + block_e), "tiles": tile * len(job.captured)}.get(job.kind, block_m * block_d)
     registers = math.ceil((sums + tile * (3 + tile_loads(spec))) / (warps * device.lanes)) + 24
     reasons = [why]
-    if what == "rows":
+    if job.kind == "rows":
         shared, registers = 1024, math.ceil(2 * block_m * block_e / (warps * device.lanes)) + 24
     if request.wide:
         reasons.append("64-bit offsets: an operand spans more than 2^31 elements within one attention")
     return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, tuple(reasons), shared, registers)
+                      64 if request.wide else 32, request.precision, tuple(reasons), shared, registers,
+                      reads_by_descriptor(request, device) if job.kind != "rows" else ())

@@ -19,6 +19,7 @@ from attnfuse import walker
 from attnfuse.codegen import backward as emitter
 from attnfuse.codegen import launch, launch_backward
 from attnfuse.codegen.plan import KernelPlan
+from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
 from attnfuse.reference import reference
 from attnfuse.spec import Access, AttentionSpec, Operand
@@ -84,7 +85,7 @@ def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
           layout=lambda g: g, statistics: str = "generated", limits: tuple[float, float] = (2e-3, 2e-6)) -> list[torch.Tensor | None]:
     """Gradients are as near to the oracle's as rounding explains, NaN where they are, and of the operand's shape and dtype."""
     drop = torch.tensor([seed + (seed << 32)]) if spec.dropouts else None
-    needs = [n in {a.operand for a in (spec.query, spec.key, spec.value)} for n in range(len(operands))] if needs is None else needs
+    needs = [t.is_floating_point() for t in operands] if needs is None else needs
     out, stats = (launch if statistics == "generated" else walker).forward(spec, operands, sizes, drop)
     grad_out = layout(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype))
     grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
@@ -185,10 +186,46 @@ def test_a_gradient_that_is_not_needed_costs_no_kernel(seed: int) -> None:
     case = BY_NAME["plain"]
     operands, sizes = case.inputs(Shape(), torch.float32, seed)
     named = dict(zip(case.spec().size_names, sizes, strict=True))
-    kernels = lambda *needs: launch_backward.task(case.spec(), operands, named, needs).kernels
+    kernels = lambda *needs: tuple(job.name for job in launch_backward.task(case.spec(), operands, named, needs).jobs)
     assert kernels(False, False, False) == ()
     assert kernels(True, False, False) == ("rows", "queries") and kernels(False, False, True) == ("rows", "values")
     assert kernels(True, True, True) == ("rows", "keys_values", "queries")
+
+
+@interpreted
+@pytest.mark.parametrize("name, kernels", [
+    ("bias", ("rows", "bias")), ("alibi", ("rows", "slopes")), ("sinks", ("rows",)), ("gate", ("rows", "gate")),
+])
+def test_only_a_captured_tensor_needs_a_gradient(name: str, kernels: tuple[str, ...], seed: int, tiles) -> None:
+    case = BY_NAME[name]
+    operands, sizes = case.inputs(Shape((2, 3), 37, 45), torch.float32, seed)
+    needs = [n > 2 and t.is_floating_point() for n, t in enumerate(operands)]
+    named = dict(zip(case.spec().size_names, sizes, strict=True))
+    assert tuple(job.name for job in launch_backward.task(case.spec(), operands, named, needs).jobs) == kernels
+    tiles(16, 16)
+    check(case.spec(), operands, sizes, seed, needs=needs)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ("plain", "causal_padding_min", "grouped", "bias", "dropout", "window_min", "other_order", "gate"))
+def test_tiles_read_by_descriptors(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plans of a device that fetches boxes by itself; lengths and depths that no box divides."""
+    for module in (launch, launch_backward):
+        monkeypatch.setattr(module, "present", lambda _: known("cuda", 90))
+        monkeypatch.setattr(module, "_runs", {})
+    described: list[tuple[str, ...]] = []
+    caller = launch.caller
+    monkeypatch.setattr(launch, "caller", lambda f, kernel, plan, *rest: described.append(plan.described) or caller(f, kernel, plan, *rest))
+    for shape in (Shape((2, 2), 75, 90, 40, 24), Shape((1, 2), 130, 70, 16, 64)):
+        operands, sizes = BY_NAME[name].inputs(shape, torch.float16, seed)
+        check(BY_NAME[name].spec("float16"), operands, sizes, seed)
+        check(BY_NAME[name].spec("float16"), [LAYOUTS["heads_last"](t) for t in operands[:3]] + operands[3:], sizes, seed)
+    assert described.count(("q", "k", "v", "do")) >= 8 and described.count(("q", "k", "v")) == 4
+    # Rows of which a box does not begin at a multiple of 16 bytes are read by pointers.
+    described.clear()
+    operands, sizes = BY_NAME[name].inputs(Shape((2, 2), 40, 40, 20, 24), torch.float16, seed)
+    check(BY_NAME[name].spec("float16"), operands, sizes, seed)
+    assert described[0] == ("v",)
 
 
 # ---- shared keys
@@ -346,9 +383,6 @@ def refused(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
 
 @interpreted
 def test_what_has_no_kernel_says_why(seed: int) -> None:
-    for name, captured in (("bias", "bias"), ("alibi", "slopes"), ("sinks", "sinks"), ("gate", "gate")):
-        operands, sizes = BY_NAME[name].inputs(Shape(), torch.float32, seed)
-        assert f"the gradient of {captured}" in refused(BY_NAME[name].spec(), operands, sizes, [True] * len(operands))
     b0, b1, j, d, e = (axis(n) for n in ("b0", "b1", "j", "d", "e"))
     base = BY_NAME["plain"].spec()
     operands, sizes = BY_NAME["plain"].inputs(Shape(), torch.float32, seed)

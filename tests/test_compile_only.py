@@ -10,6 +10,8 @@ import torch
 import triton
 
 from attnfuse.codegen import launch, offline, plan
+from attnfuse.codegen.jobs import ROWS, Job
+from attnfuse.codegen.launch_backward import task
 from attnfuse.codegen.tiles import known
 from tests.sass import misread_descriptors
 from tests.specs import BY_NAME, Case, Shape
@@ -116,12 +118,15 @@ def test_every_candidate_fits_and_a_smaller_one_follows() -> None:
 
 # ---- backward
 
+QUERIES, KEYS_VALUES = Job("queries", query=True), Job("keys", key=True, value=True)
+
 def check_backward(name: str, dtype: str, depth: int, target: offline.Target, value_depth: int = 0) -> None:
     """Each backward kernel: within the device, no spills beyond what is told, no product that reads a wrong descriptor."""
     case = BY_NAME[name]
     operands, sizes = case.inputs(Shape((4, 16), 1024, 1024, depth, value_depth or depth), getattr(torch, dtype), 0)
-    for what in ("rows", "keys_values", "queries"):
-        report = offline.compile_backward(case.spec(dtype), sizes, [t.to("meta") for t in operands], target, what)
+    spec, tensors = case.spec(dtype), [t.to("meta") for t in operands]
+    for what in task(spec, tensors, dict(zip(spec.size_names, sizes, strict=True)), [t.is_floating_point() for t in operands]).jobs:
+        report = offline.compile_backward(spec, sizes, tensors, target, what)
         limit = known(*target).shared
         assert report.shared <= limit and report.plan.shared <= limit
         assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
@@ -147,7 +152,7 @@ def test_every_backward_resource(name: str, dtype: str, depth: int, target: offl
     check_backward(name, dtype, depth, target)
 
 
-def backward_text(name: str, what: str, dtype: str = "bfloat16", depth: int = 64) -> str:
+def backward_text(name: str, what: Job, dtype: str = "bfloat16", depth: int = 64) -> str:
     """The source of a backward kernel."""
     from attnfuse.codegen import backward, launch_backward
 
@@ -160,21 +165,21 @@ def backward_text(name: str, what: str, dtype: str = "bfloat16", depth: int = 64
 
 
 def test_full_tiles_of_backward_have_no_mask_code() -> None:
-    for what in ("keys_values", "queries"):
+    for what in (KEYS_VALUES, QUERIES):
         full, cut, *_ = loops(backward_text("causal_inf", what))
         assert "mask" not in full and "where" not in full
         assert "<= offs_m" in cut and "_mask" in cut
 
 
 def test_backward_sweeps_only_where_something_was_skipped_that_counts() -> None:
-    for what in ("keys_values", "queries"):
-        assert "unseen" in backward_text("causal_padding_min", what) and len(loops(backward_text("causal_padding_min", what))) == 3
+    for what in (KEYS_VALUES, QUERIES):
+        assert "unseen" in backward_text("causal_padding_min", what) and len(loops(backward_text("causal_padding_min", what))) == 2
         assert "unseen" not in backward_text("plain", what) and "unseen" not in backward_text("causal_padding_zero", what)
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_backward_files_are_python(name: str) -> None:
-    for what in ("rows", "keys_values", "queries", "keys", "values"):
+    for what in (ROWS, KEYS_VALUES, QUERIES, Job("keys", key=True), Job("keys", value=True)):
         source = backward_text(name, what)
         compile(source, name, "exec")
         assert max(map(len, source.splitlines())) <= 190

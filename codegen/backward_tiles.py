@@ -1,0 +1,108 @@
+"""The emitter of the kernel that owns tiles of scores: gradients of biases that several sequences or heads share.
+
+One program a tile of queries, a tile of keys and what the bias has of its own among the batch axes; it walks the others in a
+loop around everything else and sums in registers, so the sum needs no atomics and the T×T gradient is written once.
+"""
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from .backward import Recomputed
+from .forward import Kernel
+from .scores import Body
+from .writer import Writer
+
+
+class Tiles(Recomputed):
+    """One emission."""
+
+    def kernel(self) -> Kernel:
+        """Write the tile first, then what it turned out to need, and put everything in order."""
+        self._inputs()
+        which, bases, tile, epilogue = Writer(), Writer(), Writer(), Writer()
+        self._which_tile(which)
+        self._bases(bases)
+        self._one(tile)
+        self._store(epilogue)
+
+        kept = ", ".join(b for b in self.spec.batch if b not in self.job.walked)
+        body = Writer()
+        body.line(f'"""One tile of scores of one attention ({kept}), summed over {", ".join(self.job.walked)}."""')
+        body.extend(which.lines)
+        with ExitStack() as stack:
+            for name in self.job.walked:
+                axis, length = self.programs.axis(name), self.programs.size(name)
+                member = self.names.of(("member", name), f"member_{name}")
+                stack.enter_context(body.block(f"for {member} in range(0, {length}):"))
+                body.line(f"{axis} = tl.cast({member}, tl.int32)")
+            body.line(f"batch = {self._linear()}")
+            for lines in (self.programs.scalars, bases.lines, self.programs.hoisted, tile.lines):
+                body.extend(lines)
+        self._append(body, epilogue)
+        return self._wrap(body)
+
+    def _inputs(self) -> None:
+        super()._inputs()
+        self._input("do", "grad_out")
+
+    def _which_tile(self, w: Writer) -> None:
+        for axis in ("i", "j"):
+            self.programs.size(axis)
+        kept = [b for b in self.spec.batch if b not in self.job.walked]
+        w.line("# which queries and keys of which attention")
+        w.line("n_tiles = tl.cdiv(n_keys, BLOCK_N)")
+        w.line("pid = tl.program_id(0)")
+        w.line("tile = pid // n_tiles")
+        w.line("n_rows = tl.cdiv(n_queries, BLOCK_M)")
+        if kept:
+            w.line("rest = tile // n_rows")
+            self._positions(w, "rest", [(n, self.programs.size(n)) for n in kept])
+        wide = ".to(tl.int64)" if self.plan.index_bits == 64 else ""
+        for label, start in (("m", "tile % n_rows * BLOCK_M"), ("n", "pid % n_tiles * BLOCK_N")):
+            w.line(f"start_{label} = {start}")
+            w.line(f"offs_{label} = {'(' if wide else ''}start_{label} + tl.arange(0, BLOCK_{label.upper()}){')' if wide else ''}{wide}")
+        self._depths(w)
+        w.line("m_mask = offs_m < n_queries")
+        w.line("n_mask = offs_n < n_keys")
+        self._zero_sums(w, "[BLOCK_M, BLOCK_N]")
+
+    def _bases(self, w: Writer) -> None:
+        self.readers = {}
+        for role, access, labels in (("q", self.spec.query, ("m", "d")), ("k", self.spec.key, ("n", "d")), ("v", self.spec.value, ("n", "e"))):
+            self.readers[role], terms = self._reader(role, access, labels, f"{role}_base")
+            if role not in self.plan.described:
+                w.line(f"{role}_base = {' + '.join([f'{role}_ptr', *terms])}")
+        self.readers["do"], terms = self._grad_out_reader("do_base")
+        if "do" not in self.plan.described:
+            w.line(f"do_base = {' + '.join(['grad_out_ptr', *terms])}")
+        w.line(self._first_row())
+
+    def _one(self, w: Writer) -> None:
+        """The tile of one attention: as in the kernel of the queries, without the products that follow."""
+        body, types, spec = Body(self.programs, masked=True), self.types, self.spec
+        weights = self._weights(body, inside=False)
+        gradients = self._gradients(body, inside=False, mask="")
+        query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))
+        w.extend(body.moving)
+        w.extend(self._rows(mask=True, delta=self.job.slopes))
+        loads = {role: reader.tile(True, self.d_padded if role in "qk" else self.e_padded) for role, reader in self.readers.items()}
+        w.line(f"q = {self._cast_between(loads['q'], query, types.score)}")
+        w.line(f"k = {self._cast_between(loads['k'], key, types.score)}")
+        w.line(f"qk = tl.dot(q, tl.trans(k){self._precise(types.score)})")
+        w.extend(weights)
+        w.line(f"do = {self._cast_between(loads['do'], spec.out_dtype, types.arrived)}")
+        w.line(f"v = {self._cast_between(loads['v'], value, types.arrived)}")
+        w.line(f"dp = tl.dot(do, tl.trans(v){self._precise(types.arrived)})")
+        w.extend(gradients)
+
+    def _add_captured(self, one, tile: str) -> list[str]:
+        return [f"{self.sums[one]} += {tile}"]
+
+    def _store(self, w: Writer) -> None:
+        w.gap("epilogue: store")
+        rest = "rest.to(tl.int64) * n_queries + " if len(self.job.walked) < len(self.spec.batch) else ""
+        w.line(f"rows = {rest}offs_m{'' if rest else '.to(tl.int64)'}")
+        for one, name in self.sums.items():
+            pointer = self.arguments.pointer(f"{one.label}_ptr", one.label)
+            place = f"{pointer} + rows[:, None] * n_keys + offs_n[None, :]"
+            w.line(f"tl.store({place}, {name}, mask=m_mask[:, None] & n_mask[None, :])")
