@@ -4,7 +4,20 @@ Each is source text, complete with its decorator; a kernel that does not use one
 """
 from __future__ import annotations
 
+from .. import philox
+
 HELPERS: dict[str, str] = {
+    "random_words": f'''
+@triton.jit
+def random_words(seed, start_m, lane_m, start_n, lane_n, batch, stream):
+    # One call of the generator serves the four weights whose positions differ in bit 3: a thread holds them all, so the compiler
+    # finds the calls equal. For that the bits are taken from the lanes alone; tiles start at multiples of 16.
+    i = (start_m >> 1) + ((lane_m >> 4 << 3) | (lane_m & 7))
+    j = (start_n >> 1) + ((lane_n >> 4 << 3) | (lane_n & 7))
+    a, b, c, d = tl.philox(seed, j, i, batch, stream, n_rounds={philox.ROUNDS})
+    odd_i, odd_j = (lane_m & 8) != 0, (lane_n & 8) != 0
+    return tl.where(odd_j, tl.where(odd_i, d, c), tl.where(odd_i, b, a))
+''',
     "tanh": '''
 @triton.jit
 def tanh(x):

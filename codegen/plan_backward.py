@@ -21,22 +21,22 @@ _LEAST_WIDTH = 64
 
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 
-# (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …]). Hopper's first choices were the fastest of a handful measured
-# on an H200 at 4096 tokens. That of dK and dV spills at 128 and 256 and is the fastest all the same (causal: 1.18 ms at 128, 1.39 without
-# spills in 32x64; 2.1 ms at 256, 5.4 in 32x32). At 256 there is no 32x64 for keys and no 64x32 for queries: tests/sass.py finds misread
+# (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …]). Hopper's first choices were the fastest of five to seven
+# measured on an H200 at 4096 tokens (bench/NOTES.md), those for 256 before tiles were read by descriptors. That of dK and dV spills at
+# 256 and is the fastest all the same. There is no 32x64 for keys and no 64x32 for queries at 256: tests/sass.py finds misread
 # descriptors in those. Ampere's and float32's were only compiled.
 _SMALLEST: tuple[Shape, ...] = ((32, 32, 4, 1), (16, 16, 4, 1))
 _KEYS_HOPPER: Table = (
-    (64, ((64, 64, 4, 3), (32, 64, 4, 2), *_SMALLEST)),
+    (64, ((32, 64, 4, 3), (32, 64, 4, 2), *_SMALLEST)),
     (128, ((64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1), *_SMALLEST)),
     (256, ((64, 64, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
 _QUERIES_HOPPER: Table = (
     (64, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
-    (128, ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
+    (128, ((64, 64, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
     (256, ((128, 32, 8, 2), (128, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
-_QUERIES_FULL: dict[int, Shape] = {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 1)}
+_QUERIES_FULL: dict[int, Shape] = {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 1)}
 """Without bounds larger tiles of queries lose nothing at the edges: Hopper's first choice then."""
 _KEYS_AMPERE: Table = (
     (64, ((32, 64, 4, 2), (32, 64, 4, 1), *_SMALLEST)),

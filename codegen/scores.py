@@ -325,9 +325,9 @@ class Body:
         if "seed = tl.load(seed_ptr)" not in programs.scalars:
             programs.scalars.append("seed = tl.load(seed_ptr)")
         random = programs.names.of(("random", stream), "random")
-        narrow = ".to(tl.int32)" if programs.wide else ""
-        j, i = (f"{x}{programs.along[along]}{narrow}" for x, along in (("offs_n", "column"), ("offs_m", "row")))
-        self.tiles.append(f"{random}, _, _, _ = tl.philox(seed, {j}, {i}, batch, {stream})")
+        programs.helpers.add("random_words")
+        i, j = (f"start_{x}, tl.arange(0, BLOCK_{x.upper()}){programs.along[along]}" for x, along in (("m", "row"), ("n", "column")))
+        self.tiles.append(f"{random} = random_words(seed, {i}, {j}, batch, {stream})")
         name = programs.names.of(node, "keep")
         self.tiles.append(f"{name} = tl.where({random} >= {philox.threshold(p)}, {literal(1.0 / (1.0 - p))}, 0.0)")
         return Text(name)
