@@ -25,9 +25,9 @@ from .intervals import INF, interval
 from .program import FALSE, TRUE, Expr, apply, axis, const, depends, loads, substitute, walk
 from .spec import AttentionSpec
 
-DEAD = -1e8
-"""Scores at or below this count as masked. Between here and `masked_below` lie 5e7 units: exp of that is 0 even in float64.
--1e9 divided by sqrt(64) still counts; float16's finfo.min, -1e4 and -100 do not."""
+DEAD = -6e4
+"""Scores at or below this count as masked: float16's finfo.min still does, -1e4 and -100 do not. Between here and
+`masked_below` lie 3e4 units, and exp of that is 0 even in float64."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ tensor that it reads (`jobs`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..adjoint import UPSTREAM, ZERO, adjoint
 from ..program import DOT, WEIGHT, Expr, depends, loads, substitute
 from ..ranges import analyse
 from ..spec import AttentionSpec
-from .exponent import LOG2E, foldable, scale_of
+from .exponent import LOG2E, foldable, scale_of, unfilled
 from .forward import RESERVED, Forward, Kernel, words
 from .jobs import Captured, Job
 from .plan import HALF, KernelPlan, product_dtype, products
@@ -33,7 +34,7 @@ ARRIVED = Expr("axis", attr="arrived", kind="float")
 """The gradient of a weight after the weight program; `UPSTREAM` is that of a score."""
 
 RESERVED_BACKWARD = RESERVED + (
-    "do dp ds dk dv dq shift log_sum delta unseen first_row largest total grad_out_ptr grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr log_sum_ptr "
+    "do dp ds dk dv dq shift largest_ptr log_sum delta unseen first_row largest total grad_out_ptr grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr log_sum_ptr "
     "delta_ptr unseen_ptr q_base do_base last_n n_before first last some_unseen mass total grad_out_desc rest n_rows rows k_base v_base grad_out_stride_m "
     "grad_out_stride_e grad_q_stride_m grad_q_stride_d grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e o owner").split()
 
@@ -43,25 +44,37 @@ class Chain:
     """What is computed at every score of a backward pass.
 
     Attributes:
-        score, inside: the score program, and the one where all bounds hold, both without the factor that is part of `unit`.
-        folded: whether the maximum and the logarithm of the sum are one number, in units of log2(e).
-        unit: what a score is multiplied by before exp2.
+        score, inside: the score program, for cut tiles, and the one where all bounds hold, for full ones.
+        folded, inside_folded: for each whether the maximum and the logarithm of the sum are one number, in units of log2(e). Where
+            only the second holds, `inside` has -inf for fills: rows without a score far above them keep to cut tiles.
+        unit, inside_unit: what a score is multiplied by before exp2; the programs have lost what became part of it.
         weight: the weight program. arrived: the gradient of a softmax weight, from `ARRIVED`.
         slope, slope_inside: the gradient of the raw product from `UPSTREAM`, that of the score, without `factor`.
         factor: by which the gradients of queries and keys are multiplied in the end.
-        seen_above: a row's normaliser at or below this means that it saw no allowed key.
+        seen_above: a row's maximum at or below this means that it saw no allowed key.
     """
 
     score: Expr
     inside: Expr
     folded: bool
+    inside_folded: bool
     unit: float
+    inside_unit: float
     weight: Expr
     arrived: Expr
     slope: Expr
     slope_inside: Expr
     factor: float
     seen_above: float
+
+    @property
+    def mixed(self) -> bool:
+        """Whether full tiles and cut tiles are normalised in two ways."""
+        return self.folded != self.inside_folded
+
+    def rows(self, inside: bool) -> tuple[str, ...]:
+        """The row vectors that a tile's weights need."""
+        return ("shift",) if (self.inside_folded if inside else self.folded) else ("largest", "log_sum")
 
 
 @functools.lru_cache(maxsize=512)
@@ -78,12 +91,17 @@ def chain(spec: AttentionSpec, depth: int, value_depth: int) -> Chain:
     (factor, slope), (other, slope_inside) = (scale_of(prepare(adjoint(x, DOT), constants)) for x in (score, inside))
     if factor != other:
         factor, slope, slope_inside = 1.0, *(prepare(adjoint(x, DOT), constants) for x in (score, inside))
-    folded, unit = foldable(spec, score, inside), LOG2E
+    below = ranges.masked_below
+    (bare, a), (bare_inside, b) = unfilled(score), unfilled(inside)
+    inside_folded = foldable(spec, bare, bare_inside)
+    folded = inside_folded and not a | b
+    unit = inside_unit = 1.0
+    if inside_folded:
+        inside_unit, inside = scale_of(bare_inside)
+        below = max([below, *(f / 2 for f in a | b)])
     if folded:
-        (a, plain), (b, plain_inside) = scale_of(score), scale_of(inside)
-        if a == b:
-            unit, score, inside = a * LOG2E, plain, plain_inside
-    return Chain(score, inside, folded, unit, weight, arrived, slope, slope_inside, factor, ranges.masked_below * (LOG2E if folded else 1.0))
+        unit, score = scale_of(score)
+    return Chain(score, inside, folded, inside_folded, unit * LOG2E, inside_unit * LOG2E, weight, arrived, slope, slope_inside, factor, below)
 
 
 def inside_of(spec: AttentionSpec) -> Expr:
@@ -92,10 +110,16 @@ def inside_of(spec: AttentionSpec) -> Expr:
     return inside if set(loads(inside)) <= set(loads(spec.score)) else spec.score
 
 
-def sweeps(spec: AttentionSpec) -> bool:
-    """Whether what the bounds leave out counts after all for a row without an allowed key: its weights are uniform, or NaN."""
+def sweeps(spec: AttentionSpec, depth: int, value_depth: int) -> bool:
+    """Whether rows without an allowed key have to be told from others: what the bounds leave out counts for them after all, for
+    their weights are uniform or NaN; or they do not bear the program of full tiles."""
     ranges = analyse(spec)
-    return bool(ranges.bounds) and (ranges.speculative or spec.empty_rows == "nan")
+    return chain(spec, depth, value_depth).mixed or bool(ranges.bounds) and (ranges.speculative or spec.empty_rows == "nan")
+
+
+def row_buffers(chain: Chain) -> tuple[str, ...]:
+    """The row vectors that the row kernel leaves for the others."""
+    return tuple(dict.fromkeys([*chain.rows(True), *chain.rows(False), "delta"]))
 
 
 def flat(spec: AttentionSpec) -> bool:
@@ -143,7 +167,8 @@ class Recomputed(Forward):
         """The exponent is that of the chain; forward's own stays out of it."""
         self.chain = chain(self.spec, self.plan.depth, self.plan.value_depth)
         self.types = types(self.spec)
-        self.sweeps = sweeps(self.spec)
+        self.written = None
+        self.sweeps = sweeps(self.spec, self.plan.depth, self.plan.value_depth)
 
     def _precise(self, dtype: str) -> str:
         return self.precision if dtype == "float32" else ""
@@ -159,9 +184,8 @@ class Recomputed(Forward):
             text = f"({text}) * {self.programs.size(name)} + {own}" if " " in text else f"{text} * {self.programs.size(name)} + {own}" if text else own
         return text
 
-    def _rows(self, mask: bool, delta: bool) -> list[str]:
-        """Loads of the row vectors."""
-        names = ["shift"] + ([] if self.chain.folded else ["log_sum"]) + (["delta"] if delta else [])
+    def _rows(self, names: Sequence[str], mask: bool) -> list[str]:
+        """Loads of row vectors."""
         for name in names:
             self.arguments.pointer(f"{name}_ptr", name)
         tail = ", mask=m_mask, other=0.0" if mask else ""
@@ -177,15 +201,16 @@ class Recomputed(Forward):
 
     def _weights(self, body: Body, inside: bool) -> list[str]:
         """Lines from ``qk`` to the softmax weight ``p``."""
-        score = body.tile(self.chain.inside if inside else self.chain.score)
+        chain = self.chain
+        score = body.tile(chain.inside if inside else chain.score)
         lines, row = body.take(), self.programs.along["row"]
         if score != "qk":
             lines.append(f"score = {score}")
             score = "score"
-        unit = literal(self.chain.unit)
-        if self.chain.folded:
+        unit = literal(chain.inside_unit if inside else chain.unit)
+        if chain.rows(inside) == ("shift",):
             return [*lines, f"p = tl.exp2({score} * {unit} - shift{row})"]
-        return [*lines, f"p = tl.exp2(({score} - shift{row}) * {unit} - log_sum{row})"]
+        return [*lines, f"p = tl.exp2(({score} - largest{row}) * {unit} - log_sum{row})"]
 
     def _gradients(self, body: Body, inside: bool, mask: str) -> list[str]:
         """Lines from ``dp`` and ``p`` to ``ds``, the gradient of the raw product without the chain's factor. On the way what
@@ -266,7 +291,8 @@ class Queries(Recomputed):
             query.line(f"grad_out_ptr += {' + '.join(terms)}")
         query.line(f"do = {self._cast_between(reader.tile(True, self.e_padded), self.spec.out_dtype, self.types.arrived)}")
         query.line(self._first_row())
-        query.extend(self._rows(mask=True, delta=self.job.slopes))
+        names = dict.fromkeys([*self.chain.rows(True), *self.chain.rows(False), *(["delta"] if self.job.slopes else [])])
+        query.extend(self._rows(list(names), mask=True))
 
     @property
     def _corrected(self) -> tuple[Captured, ...]:
@@ -275,14 +301,16 @@ class Queries(Recomputed):
     def _state(self, w: Writer) -> None:
         if self.sweeps:
             w.gap("a tile with a row that saw no allowed key, whose weights are those of ALL keys, takes every key through the whole program")
-            below = literal(self.chain.seen_above)
-            w.line(f"some_unseen = tl.max((m_mask & ((shift > {below}) ^ True)).to(tl.int32), 0) > 0        # NaN is not seen either")
+            row = "shift" if self.chain.folded else "largest"
+            below = literal(self.chain.seen_above * (LOG2E if self.chain.folded else 1.0))
+            w.line(f"some_unseen = tl.max((m_mask & (({row} > {below}) ^ True)).to(tl.int32), 0) > 0        # NaN is not seen either")
             if self.lowers:
                 w.line("start = tl.where(some_unseen, 0, start)")
                 w.line("full_start = tl.where(some_unseen, 0, full_start)")
             w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
-            w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
-            self.stop = "stop"
+            if self.bounded:
+                w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
+                self.stop = "stop"
         w.gap()
         if self.job.query:
             w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")
@@ -396,11 +424,9 @@ class Rows(Recomputed):
             w.line('empty = largest == float("-inf")        # every weight of such a row is 0')
             w.line("largest = tl.where(empty, 0.0, largest)")
             w.line('total = tl.where(empty, float("inf"), total)')
-        if self.chain.folded:
-            values = {"shift": f"(largest + total) * {LOG2E}", "delta": "delta"}
-        else:
-            values = {"shift": "largest", "log_sum": f"total * {LOG2E}", "delta": "delta"}
-        for name, value in values.items():
+        values = {"shift": f"(largest + total) * {LOG2E}", "largest": "largest", "log_sum": f"total * {LOG2E}", "delta": "delta"}
+        for name in row_buffers(self.chain):
+            value = values[name]
             self.arguments.pointer(f"{name}_ptr", name)
             w.line(f"tl.store({name}_ptr + first_row + offs_m, {value}, mask=m_mask)")
         if self.sweeps:
@@ -410,8 +436,7 @@ class Rows(Recomputed):
         """The first and the last query without an allowed key; maxima, so the order of the programs does not matter."""
         w.gap("the queries [n_queries - first, last) hold all rows that saw no allowed key: those count for keys beyond their bounds")
         self.arguments.pointer("unseen_ptr", "unseen")
-        below = self.ranges.masked_below
-        w.line(f"unseen = m_mask & ((largest > {literal(below)}) ^ True)        # NaN is not seen either")
+        w.line(f"unseen = m_mask & ((largest > {literal(self.chain.seen_above)}) ^ True)        # NaN is not seen either")
         narrow = ".to(tl.int32)" if self.plan.index_bits == 64 else ""
         w.line(f"first = tl.max(tl.where(unseen, (n_queries - offs_m){narrow}, 0), 0)")
         w.line(f"last = tl.max(tl.where(unseen, (offs_m + 1){narrow}, 0), 0)")

@@ -200,13 +200,14 @@ class Keys(Recomputed):
         w.gap("full tiles: every bound holds for every key" if self.bounded else "full tiles")
         with w.block(f"for start_m in range({self.full_start}, full_stop, BLOCK_M):"):
             self._tile(w, self.chain.inside, masked=False)
-        if self.uppers:
+        if self.uppers or self.sweeps:
             w.gap("tiles that a bound or the end of the queries cuts, on both sides of the full ones")
-            w.line(f"n_left = {'n_before + ' if self.sweeps else ''}(full_start - start) // BLOCK_M")
+            left = "(full_start - start) // BLOCK_M" if self.uppers else "full_start // BLOCK_M"
+            w.line(f"n_left = {'n_before + ' if self.sweeps and self.uppers else ''}{left}")
             w.line("n_partial = n_left + (stop - full_stop) // BLOCK_M")
             with w.block("for step in tl.range(0, n_partial, num_stages=1):"):
                 w.line("start_m = tl.where(step < n_left, full_start, full_stop) + (step - n_left) * BLOCK_M")
-                if self.sweeps:
+                if self.sweeps and self.uppers:
                     w.line("start_m = tl.where(step < n_before, first + step * BLOCK_M, start_m)")
                 self._tile(w, self.chain.score, masked=True)
         else:
@@ -218,15 +219,17 @@ class Keys(Recomputed):
             w.line(f"tl.store({one.label}_ptr + batch.to(tl.int64) * n_keys + offs_n, {name}, mask=n_mask)")
 
     def _unseen_rows(self, w: Writer) -> None:
-        """Widen the range to the tiles of rows that saw no allowed key."""
-        w.gap("a row that saw no allowed key weighs ALL keys: the tiles that hold such rows count beyond the bounds")
+        """Widen the range to the tiles of rows that saw no allowed key, and let no full tile hold any."""
+        w.gap("a row that saw no allowed key weighs ALL keys: the tiles that hold such rows count beyond the bounds, and as cut ones")
         self.arguments.pointer("unseen_ptr", "unseen")
         if self.uppers:
             w.line("first = (n_queries - tl.load(unseen_ptr + batch.to(tl.int64) * 2)) // BLOCK_M * BLOCK_M")
         w.line("last = tl.cdiv(tl.load(unseen_ptr + batch.to(tl.int64) * 2 + 1), BLOCK_M) * BLOCK_M")
         if self.uppers:
             w.line("n_before = tl.maximum(tl.minimum(start, last) - first, 0) // BLOCK_M")
-        w.line("stop = tl.maximum(stop, last)")
+        w.line("stop = tl.maximum(stop, last)" if self.bounded else "stop = tl.cdiv(n_queries, BLOCK_M) * BLOCK_M")
+        w.line(f"full_start = tl.maximum({self.full_start}, tl.minimum(last, full_stop))")
+        self.full_start = "full_start"
 
     def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
         """One tile: scores, weights, dV, the weights' gradient, dK."""
@@ -245,7 +248,7 @@ class Keys(Recomputed):
         query = spec.operands[spec.query.operand].dtype
         if "dot" in depends(program):
             w.line(f"qk = tl.dot(k, tl.trans({self._cast_between('q', query, types.score)}){self._precise(types.score)})")
-        w.extend(self._rows(masked, delta=job.slopes))
+        w.extend(self._rows([*self.chain.rows(inside), *(["delta"] if job.slopes else [])], masked))
         w.extend(weights_lines)
         if masked:
             w.line("p = tl.where(m_mask[None, :], p, 0.0)")

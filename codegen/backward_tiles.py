@@ -84,7 +84,7 @@ class Tiles(Recomputed):
         gradients = self._gradients(body, inside=False, mask="")
         query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))
         w.extend(body.moving)
-        w.extend(self._rows(mask=True, delta=self.job.slopes))
+        w.extend(self._rows([*self.chain.rows(False), *(["delta"] if self.job.slopes else [])], mask=True))
         loads = {role: reader.tile(True, self.d_padded if role in "qk" else self.e_padded) for role, reader in self.readers.items()}
         w.line(f"q = {self._cast_between(loads['q'], query, types.score)}")
         w.line(f"k = {self._cast_between(loads['k'], key, types.score)}")

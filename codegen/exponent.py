@@ -1,19 +1,21 @@
 """How scores become weights: whether log2(e) and the scale join one factor, and what then becomes of large fills.
 
 ``exp(0.125 * s - m)`` is ``exp2(s * 0.18 - m')``, one multiply-add an element, if nothing in the scores is so large that the
-product rounds or overflows. A fill such as finfo.min would; but where it is only selected, never computed with, its size does
-not matter as long as it is far below every score, so `FILL` takes its place.
+product rounds or overflows. A fill such as finfo.min would; but where it is only selected, never computed with, it is as good as
+-inf in every row that has a score far above it. Rows that turn out to have none are computed by the program as it is written.
 """
 from __future__ import annotations
 
 import math
 
 from ..program import Expr, const, depends, walk
+from ..ranges import DEAD
 from ..spec import AttentionSpec
 from .plan import HALF, products
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+NOTHING = const(-math.inf)
 LARGEST_FOLDED = 1e4
 """Above this a constant in the scores, times log2(e), would lose the digits of the scores beside it."""
 
@@ -28,7 +30,7 @@ def foldable(spec: AttentionSpec, *programs: Expr) -> bool:
     for node in (x for e in programs for x in walk(e)):
         if node.op not in plain or (node.op == "load" and node.kind == "float" and depends(node) & {"i", "j"}):
             return False
-        if node.op == "const" and node != FILL and _large(node):
+        if node.op == "const" and _large(node):
             return False
     return products(spec)[0] in HALF
 
@@ -39,7 +41,7 @@ def scale_of(expr: Expr) -> tuple[float, Expr]:
         inner, rest = scale_of(expr.args[1])
         return float(expr.args[0].value) * inner, rest
     if expr.op == "where":
-        masks = [a.op == "const" and (math.isinf(float(a.value)) or a == FILL) for a in expr.args[1:]]
+        masks = [a.op == "const" and math.isinf(float(a.value)) for a in expr.args[1:]]
         if masks.count(True) == 1:
             live = masks.index(False) + 1
             factor, rest = scale_of(expr.args[live])
@@ -48,10 +50,6 @@ def scale_of(expr: Expr) -> tuple[float, Expr]:
     return 1.0, expr
 
 
-FILL = const(-(2.0 ** 100))
-"""Stands in the kernel for a large finite fill. Times any factor it is exact, so rows that hold nothing else come out uniform."""
-
-FILLS_FROM = -1e8
 ABSORBS = -1e30
 """A fill below this, added to a score of ordinary size, leaves nothing of the score, in float32 and in float64."""
 
@@ -63,9 +61,11 @@ def _large(expr: Expr) -> set[float]:
 
 
 def unfilled(expr: Expr) -> tuple[Expr, set[float]]:
-    """The program with its large fills replaced by `FILL`, and the fills that were: only those that are selected, not computed with.
+    """The program with -inf for its large fills, and the fills that were: only those that are selected, not computed with.
 
-        s + where(p, 0, finfo.min)  →  where(p, s, finfo.min)  →  where(p, s, FILL), {finfo.min}
+        s + where(p, 0, finfo.min)  →  where(p, s, finfo.min)  →  where(p, s, -inf), {finfo.min}
+
+    The two give the same weights in every row whose maximum lies above half the largest fill.
     """
     if expr.op == "add":
         for plain, mask in (expr.args, expr.args[::-1]):
@@ -73,13 +73,13 @@ def unfilled(expr: Expr) -> tuple[Expr, set[float]]:
                 c, x, y = mask.args
                 zero, fill = (x, y) if x == const(0.0) else (y, x)
                 if zero == const(0.0) and fill.op == "const" and -math.inf < fill.value < ABSORBS:
-                    return Expr("where", (c, plain, FILL) if fill is y else (c, FILL, plain)), {fill.value}
+                    return Expr("where", (c, plain, NOTHING) if fill is y else (c, NOTHING, plain)), {fill.value}
     if expr.op != "where":
         return expr, set()
     branches, fills = [], set()
     for branch in expr.args[1:]:
-        if branch.op == "const" and -math.inf < float(branch.value) < FILLS_FROM:
-            branches.append(FILL)
+        if branch.op == "const" and -math.inf < float(branch.value) <= DEAD:
+            branches.append(NOTHING)
             fills.add(float(branch.value))
         else:
             inner, more = unfilled(branch)

@@ -20,7 +20,7 @@ from ..program import WEIGHT, Expr, const, depends, loads, substitute, walk
 from ..ranges import Bound, Ranges, analyse
 from ..spec import Access, AttentionSpec
 from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsupported, on_host
-from .exponent import FILL, LN2, LOG2E, foldable, scale_of, unfilled
+from .exponent import LN2, LOG2E, foldable, scale_of, unfilled
 from .helpers import HELPERS
 from .plan import KernelPlan, products
 from .reads import ROLES, Reader, block_of, index_of, place_of
@@ -95,20 +95,20 @@ class Forward:
         self._choose_exponent()
 
     def _choose_exponent(self) -> None:
-        """Whether the maximum is kept in units of log2(e), which factor of the scores joins that unit, and what `FILL` stands for."""
-        self.unit, self.fill = LOG2E, None
+        """Whether the maximum is kept in units of log2(e), which factor of the scores joins that unit, and whether rows without a
+        score above the fills have to be computed again, by the program `written`."""
+        self.unit, self.written, self.masked_below = LOG2E, None, self.ranges.masked_below
         (score, a), (inside, b) = unfilled(self.score), unfilled(self.inside)
-        if len(a | b) == 1:
-            self.folded = foldable(self.spec, score, inside, *self.terms)
-            if self.folded:
-                self.score, self.inside, self.fill = score, inside, next(iter(a | b))
-        else:
-            self.folded = foldable(self.spec, self.score, self.inside, *self.terms)
+        self.folded = foldable(self.spec, score, inside, *self.terms)
+        if self.folded:
+            if a | b:
+                self.written, self.sweeps = self.score, False
+                self.masked_below = max(max(a | b) / 2, self.masked_below)
+            self.score, self.inside = score, inside
         if self.folded and not self.terms:
             (a_scale, score), (b_scale, inside) = scale_of(self.score), scale_of(self.inside)
             if a_scale == b_scale:
                 self.unit, self.score, self.inside = a_scale * LOG2E, score, inside
-        self.masked_below = self.ranges.masked_below if self.fill is None else FILL.value * self.unit / 2
 
     # ---- the whole
 
@@ -335,18 +335,20 @@ class Forward:
 
     def _state(self, w: Writer) -> None:
         w.gap("online softmax: the running maximum, the sum of the weights relative to it, and the weighted values")
-        if self.fill is not None:
-            w.line(f"# {literal(FILL.value)}, a power of two and so exact under any scale, stands for the fill {literal(self.fill)}")
+        self._begin(w, self.folded)
+
+    def _begin(self, w: Writer, folded: bool) -> None:
+        """The state before the first tile: what the extra terms give."""
         texts = [self.programs.row(t) for t in self.terms]
         if not texts:
             w.line('row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)')
             w.line("row_sum = tl.zeros([BLOCK_M], tl.float32)")
         else:
-            unit = f" * {LOG2E}" if self.folded else ""
+            unit = f" * {LOG2E}" if folded else ""
             scaled = [f"({t}){unit}" if unit else t for t in texts]
             w.line(f"row_max = tl.zeros([BLOCK_M], tl.float32) + {functools.reduce(lambda a, b: f'tl.maximum({a}, {b})', scaled)}")
             w.line('safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)')
-            power = lambda t: f"tl.exp2({t} - safe_max)" if self.folded else f"tl.exp2(({t} - safe_max) * {LOG2E})"
+            power = lambda t: f"tl.exp2({t} - safe_max)" if folded else f"tl.exp2(({t} - safe_max) * {LOG2E})"
             w.line(f"row_sum = {' + '.join(power(t) for t in scaled)}")
         w.line("acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)")
 
@@ -367,16 +369,23 @@ class Forward:
             w.gap("tiles that a bound or the end of the keys cuts" if self.bounded else "the last tile, where keys may be missing")
             with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages=1):"):
                 self._tile(w, self.score, masked=True)
-        if self.sweeps:
+        if self.written is not None:
+            self._again(w)
+        elif self.sweeps:
             self._sweep(w)
 
-    def _unseen(self) -> str:
-        """Whether a row saw no allowed key."""
-        return f"m_mask & (row_max <= {literal(self.masked_below)})"
+    def _again(self, w: Writer) -> None:
+        w.gap("In a row that saw nothing above the fills they count: let its tile start again, with every key and the scores as written.")
+        w.line("row_max *= " + repr(LN2))
+        w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
+        with w.block("if tl.max(unseen.to(tl.int32), 0) > 0:"):
+            self._begin(w, folded=False)
+            with w.block("for start_n in tl.range(0, n_keys, BLOCK_N, num_stages=1):"):
+                self._tile(w, self.written, masked=True, folded=False)
 
     def _sweep(self, w: Writer) -> None:
         w.gap("A row that saw no allowed key weighs ALL keys by their filled scores, as written: let its tile visit the skipped ones.")
-        w.line(f"unseen = {self._unseen()}")
+        w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
         visited = f"tl.maximum(tl.cdiv({self.stop}, BLOCK_N) * BLOCK_N, full_stop)" if self.bounded else "full_stop"
         w.line(f"stop_tile = {visited}")
         if self.lowers:
@@ -396,7 +405,7 @@ class Forward:
         if masked:
             w.line("n_mask = offs_n < n_keys")
 
-    def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
+    def _tile(self, w: Writer, program: Expr, masked: bool, folded: bool | None = None) -> None:
         """One tile: scores, mask, online softmax, accumulate."""
         body = Body(self.programs, masked)
         score = body.tile(program)
@@ -417,7 +426,7 @@ class Forward:
         if masked:
             w.line(f'score = tl.where(n_mask[None, :], {name}, float("-inf"))')
             name = "score"
-        self._softmax(w, name)
+        self._softmax(w, name, self.folded if folded is None else folded)
         w.extend(body.tiles)
         w.line(f"v = {self.readers['v'].tile(masked, self.e_padded)}{self._cast(self.spec.value, self.pv_dtype)}")
         if not plain:
@@ -426,12 +435,12 @@ class Forward:
         cast = "" if self.pv_dtype == "float32" else f".to(tl.{self.pv_dtype})"
         w.line(f"acc = tl.dot({weights}{cast}, v, acc * alpha[:, None]{self.precision if self.pv_dtype == 'float32' else ''})")
 
-    def _softmax(self, w: Writer, score: str) -> None:
-        unit = literal(self.unit)
-        largest = f"tl.max({score}, 1) * {unit}" if self.folded else f"tl.max({score}, 1)"
+    def _softmax(self, w: Writer, score: str, folded: bool) -> None:
+        unit = literal(self.unit if folded else LOG2E)
+        largest = f"tl.max({score}, 1) * {unit}" if folded else f"tl.max({score}, 1)"
         w.line(f"new_max = tl.maximum(row_max, {largest})")
         w.line('safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)        # a row may have met only -inf so far')
-        if self.folded:
+        if folded:
             w.line(f"p = tl.exp2({score} * {unit} - safe_max[:, None])")
             w.line("alpha = tl.exp2(row_max - safe_max)")
         else:
@@ -463,10 +472,7 @@ class Forward:
         self.arguments.pointer("out_ptr", "out")
         self.arguments.pointer("stats_ptr", "stats")
         w.line("stats_offset = (batch.to(tl.int64) * n_queries + offs_m) * 2")
-        largest = f"row_max * {LN2}" if self.folded else "row_max"
-        if self.fill is not None:
-            w.line(f"row_max = tl.where(row_max <= {literal(self.masked_below)}, {literal(self.fill)}, {largest})")
-            largest = "row_max"
+        largest = f"row_max * {LN2}" if self.folded and self.written is None else "row_max"
         w.line(f"tl.store(stats_ptr + stats_offset, {largest}, mask=m_mask)")
         w.line("tl.store(stats_ptr + stats_offset + 1, tl.log(row_sum), mask=m_mask)")
 

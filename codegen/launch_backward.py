@@ -22,7 +22,7 @@ from ..spec import Access, AttentionSpec
 from ..walker import backward_extra_terms
 from . import cache, header, launch
 from .arguments import Unsupported, number
-from .backward import chain, emit, flat, sweeps
+from .backward import chain, emit, flat, row_buffers, sweeps
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan
@@ -193,9 +193,9 @@ class _Backward:
         if not self.task.jobs:
             return {}
         shape = (self.rows, self.named["i"])
-        names = ("shift", "delta") if chain(self.spec, self.named["d"], self.named["e"]).folded else ("shift", "log_sum", "delta")
-        found = {n: _scratch(shape, torch.float32, self.device) for n in names}
-        if sweeps(self.spec):
+        depths = self.named["d"], self.named["e"]
+        found = {n: _scratch(shape, torch.float32, self.device) for n in row_buffers(chain(self.spec, *depths))}
+        if sweeps(self.spec, *depths):
             found["unseen"] = torch.zeros((self.rows, 2), dtype=torch.int32, device=self.device)
         return found
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from ..program import depends, loads
+from ..ranges import analyse
 from ..spec import AttentionSpec, dtype_of
 from .tiles import Device, Tile, footprint, padded, traffic, work
 
@@ -90,13 +91,15 @@ Shape = tuple[int, int, int, int]
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 
 # (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …] from the preferred one to the one that always fits).
-# The first choices for Hopper were the fastest of a handful measured on an H200 (4096 tokens; float32: 2048); with bounds, the one for
-# 256 spills a few registers outside its loops and is still a third faster than the next. Ampere's were compiled without spilling.
+# The first choices for Hopper were the fastest of five to eight measured on an H200 (4096 tokens; float32: 2048), see bench/NOTES.md.
+# Ampere's were compiled without spilling.
 _HOPPER: Table = (
     (64, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
+_LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048, True), 128: ((128, 64, 4, 2), 0, False)}
+"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles)."""
 _AMPERE: Table = (
     (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
@@ -144,7 +147,12 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
         block_e = max(block_e, _LEAST_VALUE_WIDTH)
     if max(block_d, block_e) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
-    shapes = next(rows for limit, rows in _table(spec, request, device) if max(block_d, block_e) <= limit)
+    table = _table(spec, request, device)
+    limit, shapes = next((limit, rows) for limit, rows in table if max(block_d, block_e) <= limit)
+    if table is _HOPPER and limit in _LARGER_HOPPER and not tile_loads(spec) and not spec.dropouts:
+        larger, keys, bounded = _LARGER_HOPPER[limit]
+        if request.keys >= keys and (bounded or not analyse(spec).bounds):
+            shapes = (larger, *shapes)
     if gathers(spec) and "float32" in products(spec):
         shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers
     out: list[KernelPlan] = []

@@ -116,6 +116,7 @@ CASES: tuple[Case, ...] = (
     Case("no_batch_axis", batch=()),
     Case("causal_inf", where(CAUSAL, SCALED, const(INF))),
     Case("causal_min", where(CAUSAL, SCALED, const(MIN))),
+    Case("causal_half_min", where(both(CAUSAL, padding), SCALED, const(-65504.0)), captured=(PADDING,)),
     Case("causal_added", add(SCALED, where(CAUSAL, const(0.0), const(MIN)))),
     Case("causal_padding_min", where(both(CAUSAL, padding), SCALED, const(MIN)), captured=(PADDING,)),
     Case("causal_padding_1e9", where(both(CAUSAL, padding), SCALED, const(-1e9)), captured=(PADDING,)),

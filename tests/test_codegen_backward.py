@@ -288,7 +288,7 @@ def test_rows_without_keys_need_the_sweep(name: str, seed: int, tiles, monkeypat
     shape = Shape((2, 2), 75, 40) if "bottom" in name else Shape((2, 2), 75, 75)
     run(BY_NAME[name], shape, torch.float32, seed)
     for module in (emitter, launch_backward):
-        monkeypatch.setattr(module, "sweeps", lambda _: False)
+        monkeypatch.setattr(module, "sweeps", lambda *_: False)
     emitter.emit.cache_clear()
     monkeypatch.setattr(launch_backward, "_functions", {})
     launch_backward._runs.clear()
@@ -307,6 +307,20 @@ def test_two_fills_of_different_size_keep_their_order(inner: float, outer: float
     score = where(CAUSAL, where(padding, DOT, const(inner)), const(outer))
     for dtype in (torch.float16, torch.float32):
         run(variant("causal_padding_min", score=score), Shape((2, 2)), dtype, seed)
+
+
+@interpreted
+def test_scores_below_the_fills_lose_to_them(seed: int, tiles) -> None:
+    """Rows whose allowed scores lie around float16's least number, with others of ordinary size beside them."""
+    tiles(16, 16)
+    case = BY_NAME["causal_half_min"]
+    operands, sizes = case.inputs(Shape((2, 2), 40, 40), torch.float16, seed)
+    operands[0][:, :, 5:30] = 180.0 + 1e-1 * operands[0][:, :, 5:30]
+    operands[1][:, 0] = -180.0 + 1e-1 * operands[1][:, 0]
+    out, _ = launch.forward(case.spec("float16"), operands, sizes)
+    exact = reference(case.spec("float16"), operands, sizes, dtype=torch.float64)
+    assert ((out.double() - exact).norm() / exact.norm()).item() < 1e-3
+    check(case.spec("float16"), operands, sizes, seed, needs=(False, False, True, False))
 
 
 @interpreted

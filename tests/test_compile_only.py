@@ -196,7 +196,7 @@ def text(name: str, dtype: str = "bfloat16", depth: int = 64) -> str:
 def loops(source: str) -> list[str]:
     """The bodies of the key loops, in order."""
     kernel = source.split('if __name__ == "__main__"')[0]
-    return re.findall(r"^    for [^\n]*:\n((?:        [^\n]*\n)+)", kernel, re.M)
+    return [body for _, body in re.findall(r"^((?:    )+)for [^\n]*:\n((?:\1    [^\n]*\n)+)", kernel, re.M)]
 
 
 def test_full_tiles_have_no_mask_code() -> None:
@@ -224,10 +224,15 @@ def test_the_scale_and_log2e_are_one_factor_where_no_fill_is_large() -> None:
     assert "row_max - safe_max) * 1.44" in text("bias")             # a loaded mask may hold finfo.min
 
 
-def test_a_large_fill_is_replaced_by_one_that_bears_the_scale() -> None:
+def test_a_large_fill_is_computed_with_only_in_rows_that_see_nothing_else() -> None:
     for name in ("causal_min", "causal_added", "causal_padding_1e9"):
-        assert "exact under any scale, stands for the fill" in text(name) and "row_max - safe_max)\n" in text(name)
-    assert "stands for the fill" not in text("causal_inf")
+        full, cut, again = loops(text(name))
+        assert "e+" not in full + cut and "1000000000.0" not in full + cut and ("e+" in again or "1000000000.0" in again)
+        assert "(row_max - safe_max) *" in again and "row_max - safe_max)\n" in full
+        for job in (KEYS_VALUES, QUERIES):
+            full, cut = loops(backward_text(name, job))
+            assert "- shift" in full and "e+" not in full and "- largest" in cut and "- shift" not in cut
+    assert len(loops(text("causal_inf"))) == 2 and "- largest" not in backward_text("causal_inf", KEYS_VALUES)
 
 
 def test_a_head_dimension_that_is_a_power_of_two_needs_no_mask() -> None:
