@@ -34,7 +34,7 @@ ARRIVED = Expr("axis", attr="arrived", kind="float")
 """The gradient of a weight after the weight program; `UPSTREAM` is that of a score."""
 
 RESERVED_BACKWARD = RESERVED + (
-    "do dp ds dk dv dq shift largest_ptr log_sum delta unseen first_row largest total grad_out_ptr grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr log_sum_ptr "
+    "do dp ds dk dv dq shift largest_ptr log_sum delta unseen first_row scratch_row largest total shift_desc largest_desc log_sum_desc delta_desc grad_out_ptr grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr log_sum_ptr "
     "delta_ptr unseen_ptr q_base do_base last_n n_before first last some_unseen mass total grad_out_desc rest n_rows rows k_base v_base grad_out_stride_m "
     "grad_out_stride_e grad_q_stride_m grad_q_stride_d grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e o owner").split()
 
@@ -173,8 +173,11 @@ class Recomputed(Forward):
     def _precise(self, dtype: str) -> str:
         return self.precision if dtype == "float32" else ""
 
-    def _first_row(self) -> str:
-        return "first_row = batch.to(tl.int64) * n_queries"
+    def _first_row(self, dense: bool) -> list[str]:
+        """Where the rows of this attention begin: in the scratch that kernels share, whose rows are padded to 16 bytes for
+        descriptors, and (`dense`) in what has a row for each query."""
+        lines = ["first_row = batch.to(tl.int64) * n_queries"] if dense else []
+        return [*lines, "scratch_row = batch.to(tl.int64) * (tl.cdiv(n_queries, 4) * 4)"]
 
     def _linear(self) -> str:
         """The row-major number of the batch position."""
@@ -186,10 +189,14 @@ class Recomputed(Forward):
 
     def _rows(self, names: Sequence[str], mask: bool) -> list[str]:
         """Loads of row vectors."""
+        if "rows" in self.plan.described:
+            for name in names:
+                self.arguments.pointer(f"{name}_desc", name, (1, self.plan.block_m))
+            return [f"{name} = {name}_desc.load([batch, start_m]).reshape([BLOCK_M])" for name in names]
         for name in names:
             self.arguments.pointer(f"{name}_ptr", name)
         tail = ", mask=m_mask, other=0.0" if mask else ""
-        return [f"{name} = tl.load({name}_ptr + first_row + offs_m{tail})" for name in names]
+        return [f"{name} = tl.load({name}_ptr + scratch_row + offs_m{tail})" for name in names]
 
     def _grad_out_reader(self, base: str = "") -> tuple[Reader, list[str]]:
         """As `_reader`, for the gradient of the result."""
@@ -290,7 +297,7 @@ class Queries(Recomputed):
         if terms:
             query.line(f"grad_out_ptr += {' + '.join(terms)}")
         query.line(f"do = {self._cast_between(reader.tile(True, self.e_padded), self.spec.out_dtype, self.types.arrived)}")
-        query.line(self._first_row())
+        query.extend(self._first_row(dense=bool(self.job.captured)))
         names = dict.fromkeys([*self.chain.rows(True), *self.chain.rows(False), *(["delta"] if self.job.slopes else [])])
         query.extend(self._rows(list(names), mask=True))
 
@@ -417,7 +424,7 @@ class Rows(Recomputed):
 
     def _loops(self, w: Writer) -> None:
         w.gap("what the scores of a row are shifted by before exp2")
-        w.line(self._first_row())
+        w.extend(self._first_row(dense=True))
         w.line("largest = tl.load(stats_ptr + (first_row + offs_m) * 2, mask=m_mask, other=0.0)")
         w.line("total = tl.load(stats_ptr + (first_row + offs_m) * 2 + 1, mask=m_mask, other=0.0)")
         if self.spec.empty_rows == "zero":
@@ -428,7 +435,7 @@ class Rows(Recomputed):
         for name in row_buffers(self.chain):
             value = values[name]
             self.arguments.pointer(f"{name}_ptr", name)
-            w.line(f"tl.store({name}_ptr + first_row + offs_m, {value}, mask=m_mask)")
+            w.line(f"tl.store({name}_ptr + scratch_row + offs_m, {value}, mask=m_mask)")
         if self.sweeps:
             self._mark(w)
 

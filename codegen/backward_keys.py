@@ -146,7 +146,8 @@ class Keys(Recomputed):
         self.readers["do"], terms = self._grad_out_reader("do_base")
         if "do" not in self.plan.described:
             w.line(f"do_base = {' + '.join(['grad_out_ptr', *terms])}")
-        w.line(self._first_row())
+        if "rows" not in self.plan.described:
+            w.extend(self._first_row(dense=False))
 
     # ---- query range
 

@@ -75,7 +75,7 @@ class Tiles(Recomputed):
         self.readers["do"], terms = self._grad_out_reader("do_base")
         if "do" not in self.plan.described:
             w.line(f"do_base = {' + '.join(['grad_out_ptr', *terms])}")
-        w.line(self._first_row())
+        w.extend(self._first_row(dense=False))
 
     def _one(self, w: Writer) -> None:
         """The tile of one attention: as in the kernel of the queries, without the products that follow."""

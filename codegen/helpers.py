@@ -10,11 +10,21 @@ HELPERS: dict[str, str] = {
     "random_words": f'''
 @triton.jit
 def random_words(seed, start_m, lane_m, start_n, lane_n, batch, stream):
-    # One call of the generator serves the four weights whose positions differ in bit 3: a thread holds them all, so the compiler
-    # finds the calls equal. For that the bits are taken from the lanes alone; tiles start at multiples of 16.
+    # Philox-4x32-{philox.ROUNDS}. One call serves the four weights whose positions differ in bit 3: a thread holds them all, so the compiler
+    # finds the calls equal. For that the bits are taken from the lanes alone; tiles start at multiples of 16. Products of 64 bits
+    # cost two instructions a round, where tl.philox multiplies twice for high and low.
     i = (start_m >> 1) + ((lane_m >> 4 << 3) | (lane_m & 7))
     j = (start_n >> 1) + ((lane_n >> 4 << 3) | (lane_n & 7))
-    a, b, c, d = tl.philox(seed, j, i, batch, stream, n_rounds={philox.ROUNDS})
+    nothing = (i + j) * 0
+    a, b = (j + nothing).to(tl.uint32), (i + nothing).to(tl.uint32)
+    c, d = (batch + nothing).to(tl.uint32), (stream + nothing).to(tl.uint32)
+    key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range({philox.ROUNDS}):
+        x = a.to(tl.uint64) * 0xD2511F53
+        y = c.to(tl.uint64) * 0xCD9E8D57
+        a, b, c, d = (y >> 32).to(tl.uint32) ^ b ^ key_0, y.to(tl.uint32), (x >> 32).to(tl.uint32) ^ d ^ key_1, x.to(tl.uint32)
+        key_0 += 0x9E3779B9
+        key_1 += 0xBB67AE85
     odd_i, odd_j = (lane_m & 8) != 0, (lane_n & 8) != 0
     return tl.where(odd_j, tl.where(odd_i, d, c), tl.where(odd_i, b, a))
 ''',

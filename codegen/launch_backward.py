@@ -192,7 +192,7 @@ class _Backward:
         """What the row kernel leaves for the others."""
         if not self.task.jobs:
             return {}
-        shape = (self.rows, self.named["i"])
+        shape = (self.rows, -(-self.named["i"] // 4) * 4)       # rows of 16 bytes, for descriptors
         depths = self.named["d"], self.named["e"]
         found = {n: _scratch(shape, torch.float32, self.device) for n in row_buffers(chain(self.spec, *depths))}
         if sweeps(self.spec, *depths):
@@ -235,7 +235,8 @@ class _Backward:
             axes = axes_of(self.spec, one)
             elements.add(total[one.operand], one.node.args, {a: (0, self.named[a]) for a in axes}, axes, tensors[one.label])  # type: ignore[arg-type]
         if self.task.terms:
-            delta = tensors["delta"].view([*(self.named[b] for b in self.spec.batch), self.named["i"]])  # type: ignore[union-attr]
+            shape = [*(self.named[b] for b in self.spec.batch), self.named["i"]]
+            delta = tensors["delta"][:, :self.named["i"]].reshape(shape)  # type: ignore[index]  # there is a row kernel
             backward_extra_terms(self.spec, operands, stats, delta, self.sizes, seed, {n: total[n] for n in self.task.terms})
         return total
 

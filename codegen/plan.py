@@ -46,7 +46,8 @@ class KernelPlan:
             split into three bfloat16 parts (24 bits: measured nearer to the oracle than "ieee"), or ``"tf32"`` where the user allows it.
         reasons: one sentence for each choice.
         shared, registers: predicted bytes of shared memory a block and registers a thread.
-        described: the roles (``q k v do``) that are read by descriptors; the others by pointers. See `reads`.
+        described: the roles (``q k v do``, and ``rows`` for what belongs to rows) that are read by descriptors; the others by
+            pointers. See `reads`.
     """
 
     block_m: int

@@ -123,6 +123,8 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
         shared, registers = 1024, math.ceil(2 * block_m * block_e / (warps * device.lanes)) + 24
     if request.wide:
         reasons.append("64-bit offsets: an operand spans more than 2^31 elements within one attention")
+    described = reads_by_descriptor(request, device) if job.kind != "rows" else ()
+    if job.kind == "keys" and described:
+        described = (*described, "rows")        # else every thread fetches its own elements of what belongs to a row, in each tile
     return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, tuple(reasons), shared, registers,
-                      reads_by_descriptor(request, device) if job.kind != "rows" else ())
+                      64 if request.wide else 32, request.precision, tuple(reasons), shared, registers, described)
