@@ -2,9 +2,10 @@
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), the 4x32 generator; 7 rounds are
 the fewest that pass all of BigCrush there. The key is the 64-bit seed. One counter (j', i', linear batch index, dropout stream)
-gives four words, for the four weights whose i and j differ in bit 3 alone: i' and j' are i and j without that bit. A thread of
-the tensor cores' layouts holds all four whether a tile has queries or keys along its rows, so the generator runs once for
-them; and a tile of any size and shape, in forward or backward, finds the same mask again.
+gives four words and so eight numbers of 16 bits, for eight weights: i' is i without bit 3, which picks between words, and j' is j
+without bit 3, likewise, and bit 0, which picks the half. In the tensor cores' layouts a thread holds all eight where queries are
+the rows of a tile, four of them where keys are, so the generator runs once for them; and a tile of any size and shape, in forward
+or backward, finds the same mask again.
 """
 from __future__ import annotations
 
@@ -39,27 +40,29 @@ def philox(seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Ten
     return c0, c1, c2, c3  # type: ignore[return-value]  # tensors after the first round
 
 
-def _without_bit_3(x: torch.Tensor) -> torch.Tensor:
-    return (x >> 4 << 3) | (x & 7)
-
-
-def words(seed: torch.Tensor, stream: int, batch: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-    """The random word of the weight at (batch, i, j), an int64 tensor in [0, 2³²)."""
-    a, b, c, d = philox(seed, _without_bit_3(j), _without_bit_3(i), batch, stream)
+def numbers(seed: torch.Tensor, stream: int, batch: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    """The random number of the weight at (batch, i, j), an int64 tensor in [0, 2¹⁶)."""
+    a, b, c, d = philox(seed, (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 3) | (i & 7), batch, stream)
     odd_i, odd_j = (i & 8) != 0, (j & 8) != 0
-    return torch.where(odd_j, torch.where(odd_i, d, c), torch.where(odd_i, b, a))
+    word = torch.where(odd_j, torch.where(odd_i, d, c), torch.where(odd_i, b, a))
+    return torch.where(j & 1 != 0, word & 0xFFFF, word >> 16)
 
 
 def keep_factor(seed: torch.Tensor, stream: int, p: float, batch: torch.Tensor, i: torch.Tensor, j: torch.Tensor,
                 dtype: torch.dtype) -> torch.Tensor:
-    """Dropout's factor for the weights at (batch, i, j): 0 with probability p, else 1/(1-p); all 0 for p = 1."""
+    """Dropout's factor for the weights at (batch, i, j): 0 with the probability p, else what keeps the mean; all 0 for p = 1."""
     if p >= 1.0:
         shape = torch.broadcast_shapes(batch.shape, i.shape, j.shape)
         return torch.zeros(shape, dtype=dtype, device=i.device)
-    kept = words(seed, stream, batch, i, j) >= threshold(p)
-    return kept.to(dtype) / (1.0 - p)
+    kept = numbers(seed, stream, batch, i, j) >= threshold(p)
+    return kept.to(dtype) * scale(p)
 
 
 def threshold(p: float) -> int:
-    """Random words below this are dropped."""
-    return min(int(round(p * 2 ** 32)), 2 ** 32 - 1)
+    """Random numbers below this are dropped: p to the nearest multiple of 2⁻¹⁶, and below 1 where p is."""
+    return min(round(p * 2 ** 16), 2 ** 16 - 1)
+
+
+def scale(p: float) -> float:
+    """What the kept weights are multiplied by, so that the mean is kept exactly."""
+    return 1.0 / (1.0 - threshold(p) / 2 ** 16)

@@ -7,14 +7,14 @@ from __future__ import annotations
 from .. import philox
 
 HELPERS: dict[str, str] = {
-    "random_words": f'''
+    "random_numbers": f'''
 @triton.jit
-def random_words(seed, start_m, lane_m, start_n, lane_n, batch, stream):
-    # Philox-4x32-{philox.ROUNDS}. One call serves the four weights whose positions differ in bit 3: a thread holds them all, so the compiler
-    # finds the calls equal. For that the bits are taken from the lanes alone; tiles start at multiples of 16. Products of 64 bits
-    # cost two instructions a round, where tl.philox multiplies twice for high and low.
+def random_numbers(seed, start_m, lane_m, start_n, lane_n, batch, stream):
+    # Philox-4x32-{philox.ROUNDS}. One call serves the eight weights whose positions differ in bit 3 of m and n and bit 0 of n. A thread holds
+    # eight or four of them, so the compiler finds the calls equal; for that the bits are taken from the lanes alone (tiles start at
+    # multiples of 16). Products of 64 bits are two instructions a round, where tl.philox multiplies twice for high and low.
     i = (start_m >> 1) + ((lane_m >> 4 << 3) | (lane_m & 7))
-    j = (start_n >> 1) + ((lane_n >> 4 << 3) | (lane_n & 7))
+    j = (start_n >> 2) + ((lane_n >> 4 << 2) | (lane_n >> 1 & 3))
     nothing = (i + j) * 0
     a, b = (j + nothing).to(tl.uint32), (i + nothing).to(tl.uint32)
     c, d = (batch + nothing).to(tl.uint32), (stream + nothing).to(tl.uint32)
@@ -26,7 +26,8 @@ def random_words(seed, start_m, lane_m, start_n, lane_n, batch, stream):
         key_0 += 0x9E3779B9
         key_1 += 0xBB67AE85
     odd_i, odd_j = (lane_m & 8) != 0, (lane_n & 8) != 0
-    return tl.where(odd_j, tl.where(odd_i, d, c), tl.where(odd_i, b, a))
+    word = tl.where(odd_j, tl.where(odd_i, d, c), tl.where(odd_i, b, a))
+    return tl.where((lane_n & 1) != 0, word << 16, word)        # the number is the upper half
 ''',
     "tanh": '''
 @triton.jit

@@ -27,7 +27,7 @@ Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 # descriptors in those. Ampere's and float32's were only compiled.
 _SMALLEST: tuple[Shape, ...] = ((32, 32, 4, 1), (16, 16, 4, 1))
 _KEYS_HOPPER: Table = (
-    (64, ((32, 64, 4, 3), (32, 64, 4, 2), *_SMALLEST)),
+    (64, ((64, 64, 4, 3), (32, 64, 4, 2), *_SMALLEST)),
     (128, ((64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1), *_SMALLEST)),
     (256, ((64, 64, 8, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )

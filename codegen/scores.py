@@ -325,11 +325,11 @@ class Body:
         if "seed = tl.load(seed_ptr)" not in programs.scalars:
             programs.scalars.append("seed = tl.load(seed_ptr)")
         random = programs.names.of(("random", stream), "random")
-        programs.helpers.add("random_words")
+        programs.helpers.add("random_numbers")
         i, j = (f"start_{x}, tl.arange(0, BLOCK_{x.upper()}){programs.along[along]}" for x, along in (("m", "row"), ("n", "column")))
-        self.tiles.append(f"{random} = random_words(seed, {i}, {j}, batch, {stream})")
+        self.tiles.append(f"{random} = random_numbers(seed, {i}, {j}, batch, {stream})")
         name = programs.names.of(node, "keep")
-        self.tiles.append(f"{name} = tl.where({random} >= {philox.threshold(p)}, {literal(1.0 / (1.0 - p))}, 0.0)")
+        self.tiles.append(f"{name} = tl.where({random} >= {philox.threshold(p) << 16}, {literal(philox.scale(p))}, 0.0)")
         return Text(name)
 
     def _load(self, node: Expr) -> Text:
