@@ -16,13 +16,6 @@ DTYPES = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 2e-6}
 SHAPES = (Shape((2, 3), 200, 200, 64, 64), Shape((1, 2), 129, 65, 40, 72), Shape((2, 2), 1, 300, 128, 128), Shape((1, 2), 77, 1, 256, 16))
 
 
-@pytest.fixture
-def seed() -> int:
-    value = int(os.environ.get("ATTNFUSE_TEST_SEED") or torch.seed() % 2 ** 31)
-    print(f"ATTNFUSE_TEST_SEED={value}")
-    return value
-
-
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = launch._allocate
