@@ -1,7 +1,6 @@
 """Generated kernels on a GPU in real dtypes: every mechanism, odd lengths, layouts, and whole models. `pytest -m gpu`."""
 from __future__ import annotations
 
-import os
 
 import pytest
 import torch
