@@ -42,7 +42,7 @@ class Gpt(nn.Module):
 
     def __init__(self, width: int = 32, heads: int = 4, layers: int = 2, dropout: float = 0.0, reentrant: bool | None = None) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(64, width)
+        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(256, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.head = nn.Linear(width, 64, bias=False)
         self.reentrant = reentrant
