@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attnfuse
+from attnfuse.philox import philox
 from tests.training import Block, Gpt, batches, check_mask, close, dropping, fused, gradients, kept, masked_attention, revealing
 
 
@@ -26,6 +27,17 @@ def count(sites: int) -> None:
 
 
 # ---- distribution
+
+@pytest.mark.parametrize("counter, key, word", [
+    ((0, 0, 0, 0), (0, 0), 0x6627E8D5),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, 0x408F276D),
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), 0xD16CFE09),
+])
+def test_known_answers_of_the_generator(counter: tuple[int, ...], key: tuple[int, int], word: int) -> None:
+    """Those that its authors publish (Random123, kat_vectors)."""
+    seed = torch.tensor([key[0] | (key[1] - (key[1] >> 31 << 32)) << 32])          # as a signed integer
+    assert int(philox(seed, *(torch.tensor(c) for c in counter))) == word
+
 
 @pytest.mark.parametrize("inner, p", [("eager", 0.1), ("inductor", 0.5)])
 def test_draws_are_independent_and_kept_weights_scaled(inner: str, p: float, seed: int) -> None:
