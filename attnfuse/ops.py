@@ -40,8 +40,8 @@ _library.define("attention(Tensor[] operands, SymInt[] sizes, Tensor? seed, str 
 _library.define("attention_backward(Tensor grad_out, Tensor[] operands, Tensor out, Tensor stats, SymInt[] sizes, Tensor? seed, str spec, "
                 "bool[] needs) -> Tensor[]", tags=_tags)
 
-SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; take it through the original model, which attnfuse did not "
-                     "rewrite (call it eagerly, or compile it with backend=\"inductor\")")
+SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; run the model as it is written, inside "
+                     "`with torch.compiler.set_stance(\"force_eager\"):` or by calling its forward directly")
 
 
 FORWARD_MODE = ("attnfuse: a fused attention has no forward-mode derivative (jvp); take it through the original model, which attnfuse did "

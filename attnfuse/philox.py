@@ -17,27 +17,21 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7
 
 
-def _mul(a: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a·m for a, m < 2³², in int64 without overflow."""
-    low, high = m & 0xFFFF, m >> 16
-    part = a * low                                  # below 2⁴⁸
-    rest = a * high + (part >> 16)                  # below 2⁴⁹
-    return rest >> 16, ((rest & 0xFFFF) << 16) | (part & 0xFFFF)
-
-
-def philox(seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
+def philox(seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor | int,
+           rounds: int = ROUNDS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The four 32-bit words for 32-bit counters (int64 tensors that broadcast); int64 tensors in [0, 2³²).
 
     `seed` is an int64 tensor of one element.
     """
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
-    c0, c1, c2 = c0 & _MASK, c1 & _MASK, c2 & _MASK
-    for _ in range(ROUNDS):
-        high0, low0 = _mul(c0, _MULTIPLIERS[0])
-        high1, low1 = _mul(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+    c0, c1, c2, c3 = c0 & _MASK, c1 & _MASK, c2 & _MASK, torch.as_tensor(c3, device=c0.device) & _MASK
+    for _ in range(rounds):
+        # The 64 bits of a product are right though int64 overflows: torch's integers wrap. Shifted, its sign fills bits that are masked.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = ((p1 >> 32) ^ c1 ^ key0).bitwise_and_(_MASK), ((p0 >> 32) ^ c3 ^ key1).bitwise_and_(_MASK)
+        c1, c3 = p1.bitwise_and_(_MASK), p0.bitwise_and_(_MASK)
         key0, key1 = (key0 + _WEYL[0]) & _MASK, (key1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3  # type: ignore[return-value]  # tensors after the first round
+    return c0, c1, c2, c3
 
 
 def numbers(seed: torch.Tensor, stream: int, batch: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ class Reason(Enum):
     NOT_EXPRESSIBLE = "a tensor that the chain reads cannot be handed to the kernel"
     DTYPE = "queries, keys and values must be real floating-point tensors"
     DEVICE = "the operands are not all on one device of a supported kind"
-    VMAP = "the chain runs under vmap, for which the kernel has no rule"
+    VMAP = "the chain runs inside a transform of torch.func (vmap, grad, jvp), for which the kernel has no rule"
     DYNAMIC = "a length became a constant or gained a guard while the chain was analysed"
     METADATA = "the rewritten value would differ in shape, dtype or layout"
     FAILED = "the analysis failed"

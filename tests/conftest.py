@@ -27,6 +27,15 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def seed() -> int:
+    """Fresh for every test and set; printed, so that a failure can be repeated by ATTNFUSE_TEST_SEED."""
+    value = int(os.environ.get("ATTNFUSE_TEST_SEED") or torch.seed() % 2 ** 31)
+    print(f"ATTNFUSE_TEST_SEED={value}")
+    torch.manual_seed(value)
+    return value
+
+
 class Attention(nn.Module):
     """Causal attention as three products and a masked softmax; x [batch, tokens, width] → the same shape."""
 

@@ -38,15 +38,6 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
-@pytest.fixture
-def seed() -> int:
-    """Fresh for every test; printed, so that a failure can be repeated by ATTNFUSE_TEST_SEED."""
-    value = int(os.environ.get("ATTNFUSE_TEST_SEED") or torch.seed() % 2 ** 31)
-    print(f"ATTNFUSE_TEST_SEED={value}")
-    torch.manual_seed(value)
-    return value
-
-
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients and scratch are allocated full of a number that no attention gives: what a kernel fails to write is seen."""

@@ -38,15 +38,6 @@ def _xdist() -> bool:
     return importlib.util.find_spec("xdist") is not None
 
 
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """Fresh for every test; printed, so that a failure can be repeated by ATTNFUSE_TEST_SEED."""
-    value = int(os.environ.get("ATTNFUSE_TEST_SEED") or torch.seed() % 2 ** 31)
-    print(f"ATTNFUSE_TEST_SEED={value}")
-    torch.manual_seed(value)
-    return value
-
-
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are allocated full of a number that no attention gives: what a kernel fails to write is seen."""

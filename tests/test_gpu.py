@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import pytest
 import torch
@@ -16,13 +15,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DTYPES = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 2e-6}
 """Largest relative Frobenius error: a few roundings of the dtype (the fp32 bound allows for sums of 1000 terms)."""
 SHAPES = (Shape((2, 3), 200, 200, 64, 64), Shape((1, 2), 129, 65, 40, 72), Shape((2, 2), 1, 300, 128, 128), Shape((1, 2), 77, 1, 256, 16))
-
-
-@pytest.fixture
-def seed() -> int:
-    value = int(os.environ.get("ATTNFUSE_TEST_SEED") or torch.seed() % 2 ** 31)
-    print(f"ATTNFUSE_TEST_SEED={value}")
-    return value
 
 
 @pytest.fixture(autouse=True)

@@ -197,7 +197,7 @@ def test_second_derivative_is_one_clear_error() -> None:
     spec = attention()
     operands = trainable(data(spec, SIZES))
     (grad,) = torch.autograd.grad(attend(spec, operands, SIZES).square().sum(), operands[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative; take it through the original model"):
+    with pytest.raises(NotImplementedError, match="second derivative; run the model as it is written"):
         grad.sum().backward()
 
 

@@ -51,6 +51,13 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert "rewritten" in run(DOCS / "tutorial.md", tmp_path, "tutorial")
 
 
+def test_the_page_on_training_runs(tmp_path: Path) -> None:
+    assert len(blocks(DOCS / "training.md", "python")) >= 6
+    run(DOCS / "training.md", tmp_path, "training_page")
+    report = attnfuse.last_report()
+    assert report is not None and report.rewritten == len(report.sites) == 1
+
+
 def test_every_link_leads_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
