@@ -1,7 +1,7 @@
 """Philox-4x32-7 in plain PyTorch: the same random bits as ``tl.philox``, so that every executor drops the same weights.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), the 4x32 generator; 7 rounds are
-the fewest that pass all of BigCrush there. The key is the 64-bit seed. One counter (j', i', linear batch index, dropout stream)
+the fewest that pass all of BigCrush there. The key is the 64-bit seed. One counter (linear batch index, j', dropout stream, i')
 gives four words and so eight numbers of 16 bits, for eight weights: i' is i without bit 3, which picks between words, and j' is j
 without bit 3, likewise, and bit 0, which picks the half. In the tensor cores' layouts a thread holds all eight where queries are
 the rows of a tile, four of them where keys are, so the generator runs once for them; and a tile of any size and shape, in forward
@@ -17,14 +17,14 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 7
 
 
-def philox(seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor | int,
+def philox(seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor | int, c3: torch.Tensor,
            rounds: int = ROUNDS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The four 32-bit words for 32-bit counters (int64 tensors that broadcast); int64 tensors in [0, 2³²).
 
     `seed` is an int64 tensor of one element.
     """
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
-    c0, c1, c2, c3 = c0 & _MASK, c1 & _MASK, c2 & _MASK, torch.as_tensor(c3, device=c0.device) & _MASK
+    c0, c1, c2, c3 = c0 & _MASK, c1 & _MASK, torch.as_tensor(c2, device=c0.device) & _MASK, c3 & _MASK
     for _ in range(rounds):
         # The 64 bits of a product are right though int64 overflows: torch's integers wrap. Shifted, its sign fills bits that are masked.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -36,7 +36,7 @@ def philox(seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Ten
 
 def numbers(seed: torch.Tensor, stream: int, batch: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
     """The random number of the weight at (batch, i, j), an int64 tensor in [0, 2¹⁶)."""
-    a, b, c, d = philox(seed, (j >> 4 << 2) | (j >> 1 & 3), (i >> 4 << 3) | (i & 7), batch, stream)
+    a, b, c, d = philox(seed, batch, (j >> 4 << 2) | (j >> 1 & 3), stream, (i >> 4 << 3) | (i & 7))
     odd_i, odd_j = (i & 8) != 0, (j & 8) != 0
     word = torch.where(odd_j, torch.where(odd_i, d, c), torch.where(odd_i, b, a))
     return torch.where(j & 1 != 0, word & 0xFFFF, word >> 16)

@@ -12,12 +12,11 @@ HELPERS: dict[str, str] = {
 def random_numbers(seed, start_m, lane_m, start_n, lane_n, batch, stream):
     # Philox-4x32-{philox.ROUNDS}. One call serves the eight weights whose positions differ in bit 3 of m and n and bit 0 of n. A thread holds
     # eight or four of them, so the compiler finds the calls equal; for that the bits are taken from the lanes alone (tiles start at
-    # multiples of 16). Products of 64 bits are two instructions a round, where tl.philox multiplies twice for high and low.
+    # multiples of 16). Products of 64 bits are two instructions a round, where tl.philox multiplies twice for high and low. The index
+    # that changes within a thread enters by exclusive or, so that half of the first three rounds is done outside the loop.
     i = (start_m >> 1) + ((lane_m >> 4 << 3) | (lane_m & 7))
     j = (start_n >> 2) + ((lane_n >> 4 << 2) | (lane_n >> 1 & 3))
-    nothing = (i + j) * 0
-    a, b = (j + nothing).to(tl.uint32), (i + nothing).to(tl.uint32)
-    c, d = (batch + nothing).to(tl.uint32), (stream + nothing).to(tl.uint32)
+    a, b, c, d = tl.cast(batch, tl.uint32), j.to(tl.uint32), tl.cast(stream, tl.uint32), i.to(tl.uint32)
     key_0, key_1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range({philox.ROUNDS}):
         x = a.to(tl.uint64) * 0xD2511F53
