@@ -146,8 +146,12 @@ class Recomputed(Forward):
             score = "score"
         unit = literal(self.chain.unit)
         if self.chain.folded:
-            return [*lines, f"p = tl.exp2({score} * {unit} - shift{row})"]
-        return [*lines, f"p = tl.exp2(({score} - shift{row}) * {unit} - log_sum{row})"]
+            lines.append(f"p = tl.exp2({score} * {unit} - shift{row})")
+        else:
+            lines.append(f"p = tl.exp2(({score} - shift{row}) * {unit} - log_sum{row})")
+        if self.spec.empty_rows == "repaired":         # exp2 of -inf is 0, but the score may be NaN or +inf
+            lines.append(f'p = tl.where({"shift" if self.chain.folded else "log_sum"}{row} < float("inf"), p, 0.0)')
+        return lines
 
     def _slope(self, body: Body, inside: bool) -> list[str]:
         """Lines from ``dp`` and ``p`` to ``ds``, the gradient of the raw product without the chain's factor."""
@@ -273,7 +277,7 @@ class Rows(Recomputed):
         w.line(self._first_row())
         w.line("largest = tl.load(stats_ptr + (first_row + offs_m) * 2, mask=m_mask, other=0.0)")
         w.line("total = tl.load(stats_ptr + (first_row + offs_m) * 2 + 1, mask=m_mask, other=0.0)")
-        if self.spec.empty_rows == "zero":
+        if self.spec.empty_rows != "nan":
             w.line('empty = largest == float("-inf")        # every weight of such a row is 0')
             w.line("largest = tl.where(empty, 0.0, largest)")
             w.line('total = tl.where(empty, float("inf"), total)')

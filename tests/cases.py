@@ -22,7 +22,8 @@ LOW = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Case:
-    """`score` (and `weight`) as the spec prints them where the chain must be rewritten, `reason` where it must not be."""
+    """`score` (and `weight`, and what `rows` without a key are) as the spec has them where the chain must be rewritten, `reason`
+    where it must not be."""
 
     name: str
     fn: Callable[..., Tensor | tuple[Tensor, ...]]
@@ -31,6 +32,7 @@ class Case:
     weight: str = "p"
     reason: Reason | None = None
     train: bool = True
+    rows: str = "nan"
 
     def __str__(self) -> str:
         return self.name
@@ -60,10 +62,10 @@ def plus(base: Callable[[torch.Generator], tuple[Tensor, ...]], *more: Callable[
 
 
 def case(score: str | None = None, inputs: Callable[[torch.Generator], tuple[Tensor, ...]] = qkv, weight: str = "p", reason: Reason | None = None,
-         train: bool = True) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+         train: bool = True, rows: str = "nan") -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Enter a function as a row under its own name."""
     def enter(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train))
+        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train, rows))
         return fn
     return enter
 

@@ -1,0 +1,363 @@
+"""Rows of the table of spellings (tests/cases.py) that are about the weights: NaN repaired behind the softmax, and softmaxes
+that are normalised late, again, or by hand. Masks leave some queries without a key."""
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnfuse.refusal import Reason
+from tests.cases import B, CASES, H, LK, LQ, case, plus, qkv, rn, t
+
+__all__ = ["CASES"]
+FILLED = "where(m[b0, 0, i, j], -inf, s)"
+GATED = plus(qkv, lambda g: mask(g), lambda g: rn(g, H, 1, 1))
+
+
+def mask(g: torch.Generator) -> Tensor:
+    """True where a key is hidden; the third query sees none, the last one all."""
+    m = torch.rand(B, 1, LQ, LK, generator=g) > 0.5
+    m[:, :, 2], m[:, :, -1] = True, False
+    return m
+
+
+def partial(g: torch.Generator) -> Tensor:
+    """True where a key is hidden; every query sees the fourth."""
+    m = mask(g)
+    m[..., 3] = False
+    return m
+
+
+MASKED, PARTIAL = plus(qkv, mask), plus(qkv, partial)
+
+
+def weights(q: Tensor, k: Tensor, m: Tensor) -> Tensor:
+    """NaN in a row that sees no key."""
+    return (q @ t(k)).masked_fill(m, -math.inf).softmax(-1)
+
+
+def exponentials(s: Tensor) -> Tensor:
+    """Of what is left when the maximum of a row is subtracted."""
+    return (s - s.amax(-1, keepdim=True)).exp()
+
+
+# ---- NaN repaired behind the softmax
+
+@case(FILLED, MASKED, rows="repaired")
+def nan_to_num(q, k, v, m):
+    return torch.nan_to_num(weights(q, k, m)) @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def nan_to_num_in_place(q, k, v, m):
+    return (weights(q, k, m) * 1.0).nan_to_num_(nan=0.0, posinf=1.0) @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def nan_filled(q, k, v, m):
+    p = weights(q, k, m)
+    return p.masked_fill(torch.isnan(p), 0.0) @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def nan_filled_in_place(q, k, v, m):
+    p = weights(q, k, m) * 1.0
+    p.masked_fill_(p.isnan(), 0.0)
+    return p @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def nan_chosen(q, k, v, m):
+    p = weights(q, k, m)
+    return torch.where(torch.isnan(p), torch.zeros_like(p), p) @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def what_differs_from_itself_is_set(q, k, v, m):
+    p = weights(q, k, m) * 1.0
+    p[p != p] = 0
+    return p @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def only_what_is_finite(q, k, v, m):
+    p = weights(q, k, m)
+    return torch.where(p.isfinite(), p, 0.0) @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def rows_with_a_nan_are_filled(q, k, v, m):
+    p = weights(q, k, m)
+    return p.masked_fill(p.isnan().any(-1, keepdim=True), 0.0) @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def rows_of_nan_are_filled(q, k, v, m):
+    p = weights(q, k, m)
+    return p.masked_fill(p.isnan().all(-1, keepdim=True), 0.0) @ v
+
+
+@case(FILLED, MASKED, weight="where(all[b0, 0, i, 0], 0, p)")
+def rows_without_a_key_are_filled(q, k, v, m):
+    """no question about the weights: the mask says which rows they are"""
+    return weights(q, k, m).masked_fill(m.all(-1, keepdim=True), 0.0) @ v
+
+
+@case("where(m[b0, i, j], -inf, s)", plus(qkv, lambda g: mask(g)[:, 0]), weight="where(all[b0, i], 0, p)")
+def rows_without_a_key_are_set(q, k, v, m):
+    p = weights(q, k, m[:, None]).transpose(1, 2) * 1.0
+    p[m.all(-1)] = 0.0
+    return p.transpose(1, 2) @ v
+
+
+@case("s + bias[i, j]", plus(qkv, lambda g: torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0, 0.5, 0.0])[:, None].repeat(1, LK)), rows="repaired", train=False)
+def every_kind_of_row_is_repaired(q, k, v, bias):
+    return torch.nan_to_num((q @ t(k) + bias).softmax(-1)) @ v
+
+
+@case(FILLED, MASKED, weight="where(j <= i, 2 * p, 0)", rows="repaired")
+def repaired_behind_finite_factors(q, k, v, m):
+    keep = torch.ones(LQ, LK, dtype=torch.bool).tril()
+    return torch.nan_to_num((weights(q, k, m) * 2.0).masked_fill(~keep, 0.0)) @ v
+
+
+@case(FILLED, MASKED, weight="p * where(j <= i, 1, 0)", rows="repaired")
+def repaired_before_finite_factors(q, k, v, m):
+    return torch.nan_to_num(weights(q, k, m)) * torch.ones(LQ, LK).tril() @ v
+
+
+@case(FILLED, MASKED, rows="repaired")
+def repaired_by_hand(q, k, v, m):
+    e = exponentials((q @ t(k)).masked_fill(m, -math.inf))
+    return torch.nan_to_num(e / e.sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=MASKED, reason=Reason.WEIGHT_PROGRAM)
+def repaired_by_another_number(q, k, v, m):
+    return torch.nan_to_num(weights(q, k, m), nan=0.1) @ v
+
+
+@case(inputs=GATED, reason=Reason.WEIGHT_PROGRAM)
+def repaired_behind_a_gate(q, k, v, m, gate):
+    """a gate that is NaN would be repaired too"""
+    return torch.nan_to_num(weights(q, k, m) * gate) @ v
+
+
+@case(inputs=GATED, reason=Reason.WEIGHT_PROGRAM)
+def repaired_before_a_gate(q, k, v, m, gate):
+    """a gate that is infinite makes NaN of 0"""
+    return torch.nan_to_num(weights(q, k, m)) * gate @ v
+
+
+@case(inputs=MASKED, reason=Reason.WEIGHT_PROGRAM)
+def repaired_behind_a_factor_that_overflows(q, k, v, m):
+    return torch.nan_to_num(weights(q, k, m) * 3e38 * 3.0, posinf=1.0) @ v
+
+
+@case(inputs=MASKED, reason=Reason.WEIGHT_PROGRAM, train=False)
+def some_keys_repaired(q, k, v, m):
+    p = weights(q, k, m)
+    return torch.where(p.isnan() & (torch.arange(LK) > 4), 0.0, p) @ v
+
+
+@case(inputs=MASKED, reason=Reason.WEIGHT_PROGRAM)
+def other_rows_repaired(q, k, v, m):
+    """what is NaN in the next row says nothing of this one"""
+    p = weights(q, k, m)
+    return torch.where(p.isnan().any(-1, keepdim=True).roll(1, -2), 0.0, p).nan_to_num() @ v
+
+
+@case(inputs=qkv, reason=Reason.WEIGHT_PROGRAM)
+def repaired_where_exponentials_overflow(q, k, v):
+    """inf / inf of one key is repaired and the others are 0, where a softmax is what it is"""
+    e = (q @ t(k) * 30.0).exp()
+    return torch.nan_to_num(e / e.sum(-1, keepdim=True)) @ v
+
+
+# ---- normalised behind the value product
+
+@case("s / 4")
+def normalised_behind_the_product(q, k, v):
+    e = exponentials(q @ t(k) / 4.0)
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@case("0.25 * s")
+def normalised_by_a_factor(q, k, v):
+    e = (q @ t(k) * 0.25).exp()
+    return e.sum(-1, keepdim=True).reciprocal() * torch.einsum("bhij,bhjd->bhid", e, v)
+
+
+@case(FILLED, MASKED, train=False)
+def normalised_behind_views(q, k, v, m):
+    e = exponentials((q @ t(k)).masked_fill(m, -math.inf))
+    return (e @ v).transpose(1, 2) / e.sum(-1).transpose(1, 2)[..., None]
+
+
+@case("s / 4", PARTIAL, weight="where(m[b0, 0, i, j], 0, p)")
+def normalised_by_more_than_was_multiplied(q, k, v, m):
+    e = exponentials(q @ t(k) / 4.0)
+    return (e.masked_fill(m, 0.0) @ v) / e.sum(-1, keepdim=True)
+
+
+@case("where(m[b0, 0, i, j], -inf, s / 4)", PARTIAL)
+def exponentials_masked(q, k, v, m):
+    e = exponentials(q @ t(k) / 4.0) * ~m
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def normalised_behind_the_product_with_epsilon(q, k, v):
+    e = exponentials(q @ t(k) / 4.0)
+    return (e @ v) / (e.sum(-1, keepdim=True) + 1e-6)
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def normalised_behind_the_product_by_a_bounded_sum(q, k, v):
+    e = exponentials(q @ t(k) / 4.0)
+    return (e @ v) / e.sum(-1, keepdim=True).clamp(min=1.5)
+
+
+@case(inputs=PARTIAL, reason=Reason.NO_VALUE_PRODUCT)
+def normalised_by_less_than_was_multiplied(q, k, v, m):
+    e = exponentials(q @ t(k) / 4.0)
+    return (e @ v) / e.masked_fill(m, 0.0).sum(-1, keepdim=True)
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def normalised_over_everything(q, k, v):
+    e = (q @ t(k) / 4.0).exp()
+    return (e @ v) / e.sum((-1, -2), keepdim=True)
+
+
+@case(inputs=lambda g: (rn(g, B, H, LK, 16), rn(g, B, H, LK, 16), rn(g, B, H, LK, LK)), reason=Reason.NO_VALUE_PRODUCT)
+def normalised_along_the_values(q, k, v):
+    """the sum of query i divides column i"""
+    e = (q @ t(k) / 4.0).exp()
+    return (e @ v) / e.sum(-1)[..., None, :]
+
+
+@case(reason=Reason.WEIGHTS_USED)
+def normalised_product_seen_before(q, k, v):
+    e = exponentials(q @ t(k) / 4.0)
+    o = e @ v
+    return o / e.sum(-1, keepdim=True), o
+
+
+# ---- normalised again
+
+@case("where(m[b0, 0, i, j], -inf, s / 4)", PARTIAL)
+def normalised_again_behind_a_mask(q, k, v, m):
+    p = (q @ t(k) / 4.0).softmax(-1) * ~m
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case("where(m[b0, 0, i, j], -inf, s / 4)", PARTIAL)
+def normalised_again_behind_a_float_mask(q, k, v, m):
+    p = (q @ t(k) / 4.0).softmax(-1) * (1.0 - m.float()) * 2.0
+    p /= p.sum(-1, keepdim=True)
+    return p @ v
+
+
+@case("where(m[b0, 0, i, j], -inf, s / 4)", PARTIAL)
+def normalised_again_behind_the_product(q, k, v, m):
+    p = (q @ t(k) / 4.0).softmax(-1).masked_fill(m, 0.0)
+    return (p @ v) / p.sum(-1, keepdim=True)
+
+
+@case("where(m[b0, 0, i, j], -inf, where(j <= i, s, -inf))", MASKED, train=False)
+def normalised_again_behind_two_masks(q, k, v, m):
+    """rows that nothing is left of are NaN either way"""
+    p = (q @ t(k)).masked_fill(~torch.ones(LQ, LK, dtype=torch.bool).tril(), -math.inf).softmax(-1) * ~m
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case("where(m[b0, 0, i, j], -inf, s)", MASKED, rows="repaired", train=False)
+def normalised_again_and_repaired(q, k, v, m):
+    p = (q @ t(k)).softmax(-1) * ~m
+    return torch.nan_to_num(p / p.sum(-1, keepdim=True)) @ v
+
+
+@case("s")
+def normalised_again_for_nothing(q, k, v):
+    p = (q @ t(k)).softmax(-1)
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case("s", plus(qkv, lambda g: rn(g, H)), train=False)
+def normalised_again_without_the_sink(q, k, v, sinks):
+    """what the sink takes it gives back: nothing depends on it, and it has no gradient"""
+    p = torch.cat([q @ t(k), sinks[None, :, None, None].expand(B, H, LQ, 1)], -1).softmax(-1)[..., :-1]
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=PARTIAL, reason=Reason.WEIGHT_PROGRAM, train=False)
+def normalised_again_beside_finite_fills(q, k, v, m):
+    """a weight that a number made 0 is all that is left: 0 / 0, not a uniform row"""
+    p = (q @ t(k)).masked_fill(torch.arange(LK) > 2, -1e9).softmax(-1) * ((torch.arange(LK) > 2) & ~m)
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=plus(PARTIAL, lambda g: rn(g, LK)), reason=Reason.WEIGHT_PROGRAM)
+def normalised_again_beside_an_added_mask(q, k, v, m, bias):
+    p = (q @ t(k) + bias).softmax(-1) * ~m
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=PARTIAL, reason=Reason.WEIGHT_PROGRAM)
+def normalised_again_with_epsilon(q, k, v, m):
+    p = (q @ t(k)).softmax(-1) * ~m
+    return (p / (p.sum(-1, keepdim=True) + 1e-9)) @ v
+
+
+@case(inputs=PARTIAL, reason=Reason.WEIGHT_PROGRAM)
+def normalised_again_by_another_mask(q, k, v, m):
+    p = (q @ t(k)).softmax(-1)
+    return (p * ~m / (p * ~m.roll(1, -1)).sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=PARTIAL, reason=Reason.WEIGHT_PROGRAM)
+def normalised_again_and_added_to_what_it_was(q, k, v, m):
+    p = (q @ t(k)).softmax(-1)
+    return (p + p * ~m / (p * ~m).sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=PARTIAL, reason=Reason.WEIGHT_PROGRAM)
+def normalised_again_by_a_mask_that_was_not_applied(q, k, v, m):
+    p = (q @ t(k)).softmax(-1)
+    return (p / (p * ~m).sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=lambda g: (rn(g, B, H, LK, 16), rn(g, B, H, LK, 16), rn(g, B, H, LK, 8)), reason=Reason.WEIGHT_PROGRAM)
+def normalised_again_by_the_next_row(q, k, v):
+    p = (q @ t(k)).softmax(-1)
+    return (p / p.masked_fill(torch.arange(LK) > 5, 0.0).sum(-1, keepdim=True).roll(1, -2)) @ v
+
+
+@case(inputs=PARTIAL, reason=Reason.NO_VALUE_PRODUCT)
+def normalised_again_in_another_norm(q, k, v, m):
+    return F.normalize((q @ t(k)).softmax(-1) * ~m, p=2.0, dim=-1) @ v
+
+
+@case("s")
+def maximum_detached(q, k, v):
+    s = q @ t(k)
+    return (s - s.detach().amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+@case("s / 4")
+def maximum_without_gradient(q, k, v):
+    s = q @ t(k) / 4.0
+    with torch.no_grad():
+        most = s.max(-1, keepdim=True).values
+    e = (s - most).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@case("s / 4")
+def detached_maximum_by_hand(q, k, v):
+    s = q @ t(k) / 4.0
+    e = (s - s.amax(-1, keepdim=True).detach()).exp()
+    return (e @ v) / e.sum(-1, keepdim=True)
