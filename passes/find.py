@@ -6,7 +6,6 @@ Before: a torch-level graph. After: a list of `Candidate`s; nothing is changed.
 """
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +115,6 @@ def _mixer(anchor: Node, ends: list[Node]) -> Node | None:
 
 def _between(anchor: Node, product: Node, reached: set[Node]) -> frozenset[Node]:
     """The reached nodes on a path from the softmax to one product."""
-    before = set(itertools.takewhile(lambda n: n is not product, product.graph.nodes))
     on_path: set[Node] = set()
     stack = [a for a in nodes.inputs(product) if a in reached]
     while stack:
@@ -125,7 +123,7 @@ def _between(anchor: Node, product: Node, reached: set[Node]) -> frozenset[Node]
             on_path.add(node)
             stack.extend(a for a in nodes.inputs(node) if a in reached)
             # w[w != w] = 0: what such a step reads of the weights stays in the chain.
-            stack.extend(u for u in node.users if u in reached and u in before and node in nodes.mutated(u))
+            stack.extend(u for u in node.users if u in reached and node in nodes.mutated(u))
     return frozenset(on_path | {anchor})
 
 

@@ -59,6 +59,7 @@ class Lift:
         algebra: knows the lengths of the axes.
         opaque: numbers of values that are to be loaded, not read through.
         price: the axes (query, key); once they are known, a tensor is loaded where that moves fewer bytes than its formula.
+        values: the loaded ones, by number. unread: why they were not read through.
         found: the softmax whose weights are unfolded. rows: the same met under a sum over the keys; it must be the same.
     """
 
@@ -69,6 +70,7 @@ class Lift:
     rows: list[Softmax] = field(default_factory=list)
     dots: list[tuple[Value, Call, Index]] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
+    unread: dict[int, str] = field(default_factory=dict)
     streams: list[tuple[int, Index]] = field(default_factory=list)
     _rounds: dict[int, bool] = field(default_factory=dict)
     _memo: dict[tuple[int, Index], Expr] = field(default_factory=dict)
@@ -153,6 +155,7 @@ class Lift:
         if value.dtype.is_complex or value.dtype.itemsize > 8:
             raise NoRule(f"a tensor of {value.dtype}")
         self.values[value.number] = value
+        self.unread[value.number] = why
         if value.kind == "int" and value.dtype != torch.int64:
             self.algebra.loaded[value.number] = (torch.iinfo(value.dtype).min, torch.iinfo(value.dtype).max)
         return load(value.number, index, value.kind)  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def normalised(lift: Lift, weight: Expr) -> Normalised | None:
         if one is None:
             return None
         out = substitute(top, {one[0]: _MARK})
-        if out == top or {"dot", "weight"} & depends(out):         # something else is divided as well
+        if out == top:
             return None
         by_logarithm |= logarithm
         if one[1:] not in found:
@@ -118,7 +118,7 @@ def normalised(lift: Lift, weight: Expr) -> Normalised | None:
         return out
 
     out = rewrite(weight, matched)
-    if len(found) != 1 or bound(out) or {"dot", "weight"} & depends(out):
+    if len(found) != 1 or bound(out) or {"dot", "weight"} & depends(out):      # something else is divided, or stands beside
         return None
     out = lift.simplify(substitute(out, {_MARK: WEIGHT}))
     base, kept = found[0]
@@ -161,7 +161,7 @@ def _summand(lift: Lift, below: Expr) -> tuple[Expr, Expr, Expr] | None:
 
 
 def _kept(expr: Expr) -> Expr | None:
-    """The predicate c of a program that is c·weight, times a positive constant; None where it is not."""
+    """The predicate c of a program that is c·weight, times a constant; None where it is not."""
     if expr == WEIGHT:
         return TRUE
     if expr == const(0.0):
@@ -179,9 +179,9 @@ def _kept(expr: Expr) -> Expr | None:
 
 
 def _predicate(factor: Expr) -> Expr | None:
-    """The bool behind a factor of 0 and 1, or TRUE for a positive constant (which a quotient loses)."""
+    """The bool behind a factor of 0 and 1, or TRUE for a constant, which a quotient loses."""
     if factor.op == "const":
-        return TRUE if 0.0 < factor.attr < math.inf else None  # type: ignore[operator]
+        return TRUE if 0.0 < abs(factor.attr) < math.inf else None  # type: ignore[operator]
     if factor.op in ("float", "int"):
         return factor.args[0] if factor.args[0].kind == "bool" else _predicate(factor.args[0])
     if factor.op == "where" and {*factor.args[1:]} == {const(0.0), const(1.0)}:

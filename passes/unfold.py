@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from ..program import TRUE, Expr, apply, axis, const, depends, walk, where
+from ..program import TRUE, Expr, apply, axis, const, depends, loads, walk, where
 from ..refusal import Reason, Refused
 from .lift import SOFTMAXES, Index, Level, Lift, Softmax
 from .manual import bound, normalised, tame, without_row_maximum
@@ -171,9 +171,13 @@ def main_dot(parts: Parts) -> int:
         if (one_key or along_j.count(True) == 1) and not any("j" in depends(b) for b in index[:-2]):
             width = call.args[0].shape[-1]
             fit.append((axis("j") in index[-2:], int(width.attr) if width.op == "const" else 0, n))  # type: ignore[arg-type]
+    if not fit and used:
+        raise Refused(Reason.AXIS_ROLES, "", "lift")
     if not fit:
-        reason = Reason.AXIS_ROLES if used else Reason.NO_SCORE_PRODUCT
-        raise Refused(reason, "", "lift", "" if used else f"the score is {str(parts.score)[:120]}")
+        for x in loads(parts.score):
+            if _reaches(parts.lift.values[int(x.attr)], _PRODUCTS) and int(x.attr) not in parts.lift.opaque:  # type: ignore[arg-type]
+                raise Refused(Reason.UNKNOWN_OP, "", "lift", parts.lift.unread[int(x.attr)])  # type: ignore[arg-type]
+        raise Refused(Reason.NO_SCORE_PRODUCT, "", "lift", f"the score is {str(parts.score)[:120]}")
     return max(fit, key=lambda f: f[:2])[2]
 
 

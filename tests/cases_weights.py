@@ -146,6 +146,11 @@ def repaired_behind_a_gate(q, k, v, m, gate):
 
 
 @case(inputs=GATED, reason=Reason.WEIGHT_PROGRAM)
+def repaired_behind_a_gate_within_bounds(q, k, v, m, gate):
+    return torch.nan_to_num(weights(q, k, m) * gate.sigmoid()) @ v
+
+
+@case(inputs=GATED, reason=Reason.WEIGHT_PROGRAM)
 def repaired_before_a_gate(q, k, v, m, gate):
     """a gate that is infinite makes NaN of 0"""
     return torch.nan_to_num(weights(q, k, m)) * gate @ v
@@ -291,6 +296,39 @@ def normalised_again_without_the_sink(q, k, v, sinks):
     """what the sink takes it gives back: nothing depends on it, and it has no gradient"""
     p = torch.cat([q @ t(k), sinks[None, :, None, None].expand(B, H, LQ, 1)], -1).softmax(-1)[..., :-1]
     return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case(inputs=plus(qkv, lambda g: rn(g, H)), reason=Reason.WEIGHT_PROGRAM, train=False)
+def normalised_again_without_the_sink_that_took_all(q, k, v, sinks):
+    """rows masked by a number: everything is the sink's, and 0 / 0 is left"""
+    s = (q @ t(k)).masked_fill((torch.arange(LQ) == 2)[:, None], -1e9)
+    p = torch.cat([s, sinks[None, :, None, None].expand(B, H, LQ, 1)], -1).softmax(-1)[..., :-1]
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case(reason=Reason.WEIGHT_PROGRAM, train=False)
+def normalised_again_behind_nothing(q, k, v):
+    p = (q @ t(k)).softmax(-1) * 0.0
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@case(reason=Reason.WEIGHT_PROGRAM)
+def normalised_again_by_some_keys(q, k, v):
+    p = (q @ t(k)).softmax(-1)
+    return (p / p[..., :5].sum(-1, keepdim=True)) @ v
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def normalised_by_some_keys(q, k, v):
+    e = (q @ t(k) / 4.0).exp()
+    return (e @ v) / e[..., :5].sum(-1, keepdim=True)
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def exponentials_repaired(q, k, v):
+    """an overflow becomes a large number"""
+    e = torch.nan_to_num((q @ t(k) * 30.0).exp(), posinf=1e30)
+    return (e / e.sum(-1, keepdim=True)) @ v
 
 
 @case(inputs=PARTIAL, reason=Reason.WEIGHT_PROGRAM, train=False)

@@ -694,6 +694,73 @@ def maximum_of_some_columns(q, k, v):
     return (s - s[..., :3].amax(-1, keepdim=True)).softmax(-1) @ v
 
 
+@near(qkv(bias), refused=False)
+def maximum_of_a_bias_without_gradient(q, k, v, b):
+    return (s_(q, k) + b.amax(-2, keepdim=True).detach()).softmax(-1) @ v
+
+
+@near(qkv(bias), refused=False)
+def maximum_of_a_detached_bias(q, k, v, b):
+    with torch.no_grad():
+        most = b.max(-2, keepdim=True).values
+    return (s_(q, k) + b.detach().amax(-2, keepdim=True) + most).softmax(-1) @ v
+
+
+@near(refused=True)
+def scaled_by_a_detached_maximum(q, k, v):
+    s = s_(q, k)
+    return (s / s.detach().amax(-1, keepdim=True).exp()).softmax(-1) @ v
+
+
+@near(refused=True)
+def detached_maximum_over_queries(q, k, v):
+    s = s_(q, k)
+    return (s - s.detach().amax(-2, keepdim=True)).softmax(-1) @ v
+
+
+@near(refused=True)
+def detached_scores_compared(q, k, v):
+    s = s_(q, k)
+    return s.masked_fill(s.detach() < s.detach().amax(-1, keepdim=True) - 1.0, -1e9).softmax(-1) @ v
+
+
+@near(refused=True)
+def normalised_by_a_detached_sum(q, k, v):
+    e = s_(q, k).exp()
+    return (e @ v) / e.sum(-1, keepdim=True).detach()
+
+
+@near(qkv(lambda: torch.rand(LK, LK) > 0.5), refused=None)
+def elements_assigned(q, k, v, m):
+    a = torch.zeros(LK, LK)
+    a[m] = -1.0
+    a[m[0]] = 2.0
+    a[torch.tensor([1, 3])] = 0.5
+    a[m[1]] = torch.arange(LK) * 0.1
+    return (s_(q, k) + a).softmax(-1) @ v
+
+
+@near(train=False, refused=True)
+def weights_changed_behind_the_product(q, k, v):
+    p = s_(q, k).softmax(-1) * 1.0
+    o = p.detach() @ v
+    p[p != p] = 0.0
+    return o, p * 2.0
+
+
+@near(qkv(lambda: torch.rand(B, LK) > 0.5), refused=False)
+def exponentials_of_a_masked_row(q, k, v, m):
+    """whose sum is 0: NaN for every value"""
+    s = s_(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp() * (m[:, None, None] & (torch.arange(LK) > 1)[:, None])
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@near(qkv(lambda: torch.randn(B, LK)), train=False, refused=True)
+def gate_of_another_softmax(q, k, v, x):
+    return (x[:, None, None, :] + torch.zeros(LK, 1)).softmax(-1) * s_(q, k).softmax(-1) @ v
+
+
 @near(qkv(lambda: torch.randn(B, LK)), refused=False)
 def floats_compared(q, k, v, x):
     return torch.where(x[:, None, :, None] <= x[:, None, None, :], s_(q, k), -1e9).softmax(-1) @ v
