@@ -149,15 +149,16 @@ def _summand(lift: Lift, below: Expr) -> tuple[Expr, Expr, Expr] | None:
         return None
     whole = at_key(lift, below)
     bases = [x for x in walk(whole) if x == WEIGHT or x.op == "exp" and "dot" in depends(x)]
-    if len(bases) != 1:
+    if not bases:
         return None
-    plain, broken = split(substitute(whole, {bases[0]: WEIGHT}))
-    if bases[0] != WEIGHT and broken != NAN:
+    base = bases[-1]                                   # the outermost; what else there is fails to be a mask of it
+    plain, broken = split(substitute(whole, {base: WEIGHT}))
+    if base != WEIGHT and broken != NAN:
         return None                                    # exponentials are no weights yet: nothing says that they are at most 1
     kept = _kept(plain)
     if kept is None or broken not in (NAN, const(0.0)):        # either way the row is NaN: 0 / 0
         return None
-    return whole, bases[0], lift.simplify(kept)
+    return whole, base, lift.simplify(kept)
 
 
 def _kept(expr: Expr) -> Expr | None:
@@ -203,10 +204,11 @@ def tame(score: Expr) -> bool:
 
 
 def _without_maximum(lift: Lift, u: Expr) -> Expr:
-    """s_j of s_j - max_t s_t: a softmax does not change when a constant of the row is subtracted."""
+    """s_j of s_j - max_t s_t: a softmax does not change when a constant of the row is subtracted. (That of some of its columns may be
+    infinite where the row is not.)"""
     if u.op == "sub":
         s, most = u.args[0], attached(u.args[1])
-        if most.op == "maximum" and at_key(lift, most) == s:
+        if most.op == "maximum" and lift.algebra.lengths[str(most.attr)] == lift.algebra.lengths["j"] and at_key(lift, most) == s:
             return s
     return u
 

@@ -23,6 +23,8 @@ from .find import Candidate, observed
 _MOST = 600
 """Nodes of a slice; further ones become its inputs."""
 _CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
+_SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
+"""They ask a tensor for its shape and dtype, not for its values."""
 _MAXIMA = frozenset({"amax", "max"})
 _ENTER = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"})
 _LEAVE = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_func_decrement_nesting"})
@@ -168,7 +170,7 @@ def _own_memory(node: Node, facts: GraphFacts) -> bool:
 def _stops_gradient(node: Node, facts: GraphFacts) -> bool:
     """Whether a gradient that arrives here is dropped (detach, or anything under no_grad) although what is read wants one."""
     wants = lambda n: any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(nodes.value(n)))
-    if not any(wants(a) for a in nodes.inputs(node)):
+    if not any(wants(a) for a in nodes.inputs(node)) or nodes.name(node) in _SHAPED:
         return False
     if node in facts.no_grad and nodes.mutated(node):
         raise Refused(Reason.INPLACE, node.name, "region", f"{nodes.name(node)} without a gradient")

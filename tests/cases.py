@@ -181,6 +181,13 @@ def causal_tril(q, k, v):
     return (q @ t(k)).masked_fill(~keep, -math.inf).softmax(-1) @ v
 
 
+@case("where(j <= i, s, -1e+09)", square)
+def causal_by_a_tensor_like_the_scores(q, k, v):
+    s = q @ t(k)
+    keep = torch.ones_like(s, dtype=torch.bool).tril()
+    return torch.where(keep, s, torch.full_like(s, -1e9)).softmax(-1) @ v
+
+
 @case("s + where(j <= i, 0, -inf)", square)
 def causal_triu_added(q, k, v):
     return (q @ t(k) + torch.full((LK, LK), -math.inf).triu(1)).softmax(-1) @ v
@@ -518,6 +525,6 @@ def integer_queries(q, k, v):
     return (q @ t(k)).float().softmax(-1) @ v
 
 
-@case(inputs=lambda g: tuple(torch.complex(rn(g, B, H, 5, 4), rn(g, B, H, 5, 4)) for _ in range(3)), reason=Reason.NO_SCORE_PRODUCT, train=False)
+@case(inputs=lambda g: tuple(torch.complex(rn(g, B, H, 5, 4), rn(g, B, H, 5, 4)) for _ in range(3)), reason=Reason.UNKNOWN_OP, train=False)
 def complex_queries(q, k, v):
     return (q @ t(k)).real.softmax(-1).to(v.dtype) @ v

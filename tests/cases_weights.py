@@ -324,6 +324,28 @@ def normalised_by_some_keys(q, k, v):
     return (e @ v) / e[..., :5].sum(-1, keepdim=True)
 
 
+@case(inputs=lambda g: (rn(g, B, H, LK, 16), rn(g, B, H, LK, 16), rn(g, B, H, LK, 8)), reason=Reason.NO_VALUE_PRODUCT)
+def exponentials_beside_the_maximum_over_queries(q, k, v):
+    s = q @ t(k)
+    e = (s - s.amax(-2, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT, train=False)
+def exponentials_beside_the_maximum_of_some_columns(q, k, v):
+    """which are -inf in a row where others are not"""
+    s = (q @ t(k)).masked_fill((torch.arange(LQ)[:, None] == 2) & (torch.arange(LK) < 3), -math.inf)
+    e = (s - s[..., :3].amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
+@case(reason=Reason.NO_VALUE_PRODUCT)
+def two_exponentials(q, k, v):
+    s = q @ t(k) / 4.0
+    e = s.exp() * (s * 0.5).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
 @case(reason=Reason.NO_VALUE_PRODUCT)
 def exponentials_repaired(q, k, v):
     """an overflow becomes a large number"""

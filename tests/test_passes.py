@@ -72,8 +72,9 @@ def test_gradients(case: Case) -> None:
     inputs = case.inputs(torch.Generator().manual_seed(seed()))
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     exact = [doubled(x).clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    compiled, _ = rewrite(case.fn)
+    compiled, reports = rewrite(case.fn)
     out, ref = compiled(*leaves), case.fn(*exact)
+    assert all(s.rewritten for r in reports for s in r.sites)
     upstream = torch.randn_like(ref)
     out.backward(upstream.to(out.dtype))
     ref.backward(upstream)
