@@ -12,7 +12,7 @@ from attnfuse.program import show
 from attnfuse.report import Report
 from attnfuse.settings import Settings
 from tests.cases import Case
-from tests.cases_weights import CASES
+from tests.cases_models import CASES
 
 
 def rewrite(fn, settings: Settings | None = None, dynamic: bool | None = None):
@@ -51,15 +51,15 @@ def test_detection_and_values(case: Case) -> None:
         want = tensors(case.fn(*(x.clone() for x in inputs)))
         got = tensors(compiled(*(x.clone() for x in inputs)))
     sites = [s for r in reports for s in r.sites]
-    assert len(sites) == 1
     if case.reason is None:
+        assert len(sites) == 1
         assert sites[0].rewritten, sites[0].reason
         spec = sites[0].spec
         names = {n: o.name for n, o in enumerate(spec.operands)}
         assert (show(spec.score, names), show(spec.weight, names)) == (case.score, case.weight)
         assert spec.empty_rows == ("zero" if "fused_call" in case.name else case.rows)
     else:
-        assert not sites[0].rewritten, sites[0].equation
+        assert sites and not any(s.rewritten for s in sites), sites[0].equation
         assert sites[0].reason.reason is case.reason, sites[0].reason
         assert sites[0].reason.node
     for a, b in zip(got, want, strict=True):
