@@ -56,9 +56,7 @@ def _range(expr: Expr) -> tuple[float, float]:
 
 
 def _bounded(node: Expr) -> bool:
-    if any(x.op == "load" and x.kind != "bool" for x in walk(node)):
-        return False                                   # a captured number may be NaN, infinite or large
-    low, high = _range(node)
+    low, high = _range(node)                           # of a captured number nothing is known
     return -_LARGEST <= low and high <= _LARGEST
 
 
