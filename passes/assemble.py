@@ -95,6 +95,8 @@ class _Spec:
         weight = p.lift.simplify(apply("mul", v.factor, p.weight))
         if bound(weight):
             raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "a sum or maximum over the weights")
+        if "dot" in depends(weight):
+            raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "scores decide on the weights a second time")
         if bound(score):
             raise Refused(Reason.ROW_DEPENDENT, "", "lift", "a sum or maximum over the row")
         if any(x.op == "dot" and x.attr is not None for x in walk(score)):

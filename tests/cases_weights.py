@@ -181,6 +181,25 @@ def repaired_where_exponentials_overflow(q, k, v):
     return torch.nan_to_num(e / e.sum(-1, keepdim=True)) @ v
 
 
+@case(reason=Reason.WEIGHT_PROGRAM)
+def weights_chosen_by_their_scores(q, k, v):
+    s = q @ t(k)
+    return torch.where(s < 0, 0.0, s.softmax(-1)) @ v
+
+
+@case(reason=Reason.WEIGHT_PROGRAM)
+def weights_chosen_by_their_size(q, k, v):
+    p = (q @ t(k)).softmax(-1)
+    return torch.where(p > 0.1, p, 0.0) @ v
+
+
+@case("s", rows="repaired")
+def weights_that_are_not_less_than_nothing(q, k, v):
+    """NaN is"""
+    p = (q @ t(k)).softmax(-1)
+    return torch.where(p >= 0, p, 0.0) @ v
+
+
 # ---- normalised behind the value product
 
 @case("s / 4")

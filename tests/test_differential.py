@@ -223,8 +223,8 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(
         sizes, longer, one("contiguous", "contiguous", "transposed", "strided", "expanded"), shared, one("none", "q", "k", "both", "tensor", "clone_"),
         one("matmul", "mT", "einsum", "bmm", "baddbmm", "turned", "permuted", "einsum_kq"), tuple(draw(st.lists(step, max_size=4))),
-        one("function", "function", "method", "float32", "by_hand", "plain_exp", "logsumexp", "log", "turned"),
-        rarely("gate", "filled", "dropout0", "eval", "repaired", "doubled_", "multiplied", "cast"), one("matmul", "einsum", "bmm", "left", "einsum_bhd"),
+        one("function", "function", "method", "float32", "by_hand", "plain_exp", "logsumexp", "log", "turned", "late", "detached"),
+        rarely("gate", "filled", "dropout0", "eval", "repaired", "refilled", "set_", "again", "again_late", "doubled_", "multiplied", "cast"), one("matmul", "einsum", "bmm", "left", "einsum_bhd"),
         one("expand", "interleave", "grouped"), rarely("scores", "weights", "mask", "view", "first"),
         rarely("bias_before", "bias_between", "bias_after", "k_between", "v_between", "result_", "merged_"),
         rarely("bias", "k", "v", "scores", "weights", "bias_no_grad", "scores_no_grad"), rarely("merge", "merge_flat", "other", "residual"),
@@ -419,6 +419,10 @@ def chain_of(plan: Plan, exact: bool = False) -> Chain:
         if plan.softmax == "by_hand":
             e = (s - s.amax(-1, keepdim=True)).exp()
             return e / e.sum(-1, keepdim=True)
+        if plan.softmax == "late":
+            return (s - s.amax(-1, keepdim=True)).exp()
+        if plan.softmax == "detached":
+            return F.softmax(s - s.detach().amax(-1, keepdim=True), dim=-1)
         if plan.softmax == "plain_exp":
             e = s.exp()
             return e / e.sum(-1, keepdim=True)
@@ -442,6 +446,17 @@ def chain_of(plan: Plan, exact: bool = False) -> Chain:
             return F.dropout(p, 0.4, False)
         if plan.after == "repaired":
             return torch.nan_to_num(p, 0.0)
+        if plan.after == "refilled":
+            return p.masked_fill(p.isnan().any(-1, keepdim=True), 0.0) * 0.5
+        if plan.after == "set_":
+            p = p * 1.0
+            p[p != p] = 0.0
+            return p
+        if plan.after == "again":
+            p = p * (torch.arange(m) != 1)
+            return p / p.sum(-1, keepdim=True)
+        if plan.after == "again_late":
+            return p.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + 1, 0.0)
         if plan.after == "doubled_":
             return (p * 1.0).mul_(2.0)
         if plan.after == "multiplied":
@@ -540,12 +555,15 @@ def chain_of(plan: Plan, exact: bool = False) -> Chain:
             k.add_(1.0)
         if plan.change == "bias_after":
             s = s + bias
-        p = adjusted(weighed(s), gate)
+        w = weighed(s)
+        p = adjusted(w, gate)
         if plan.stop == "weights":
             p = p.detach()
         if plan.change == "v_between":
             v.mul_(2.0)
         o = summed(p.to(v.dtype), v)
+        if plan.softmax == "late" or plan.after == "again_late":
+            o = o / (p if plan.after == "again_late" else w).sum(-1, keepdim=True)
         if plan.change == "bias_after":
             bias.zero_()
         if plan.change == "result_":

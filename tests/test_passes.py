@@ -83,6 +83,24 @@ def test_gradients(case: Case) -> None:
             torch.testing.assert_close(a.grad.double(), b.grad, atol=5e-5, rtol=5e-5)
 
 
+@pytest.mark.parametrize("sum_first", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_dropout_counts_if_it_comes_behind_the_sum(late: bool, sum_first: bool) -> None:
+    """Dropped before the sum, a weight is missing from the normaliser too: that is no softmax."""
+    def fn(q, k, v):
+        s = q @ k.mT
+        e = (s - s.amax(-1, keepdim=True)).exp()
+        dropped = torch.nn.functional.dropout(e, 0.25, True)
+        total = (e if sum_first else dropped).sum(-1, keepdim=True)
+        return (dropped @ v) / total if late else (dropped / total) @ v
+
+    compiled, reports = rewrite(fn)
+    compiled(*(torch.randn(2, 5, 4) for _ in range(3)))
+    (site,) = [s for r in reports for s in r.sites]
+    assert site.rewritten is sum_first
+    assert not sum_first or show(site.spec.weight) == "p * dropout(0.25)"
+
+
 def test_the_table_covers_every_guard() -> None:
     """Each reason that a chain can give has a row here, or its own test below or elsewhere."""
     elsewhere = {"AXIS_ROLES", "INPLACE", "UNKNOWN_OP", "NOT_EXPRESSIBLE", "DEVICE", "VMAP", "DYNAMIC", "METADATA", "FAILED"}
