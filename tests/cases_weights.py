@@ -358,6 +358,14 @@ def exponentials_beside_the_maximum_of_some_columns(q, k, v):
     return (e / e.sum(-1, keepdim=True)) @ v
 
 
+@case(inputs=plus(qkv, lambda g: rn(g, LK) * 100.0), reason=Reason.NO_VALUE_PRODUCT)
+def exponentials_beside_another_maximum(q, k, v, bias):
+    """which does not keep them from overflowing"""
+    s = q @ t(k)
+    e = (s - (s + bias).amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)) @ v
+
+
 @case(reason=Reason.NO_VALUE_PRODUCT)
 def two_exponentials(q, k, v):
     s = q @ t(k) / 4.0
