@@ -30,14 +30,6 @@ def left_padding() -> list[torch.Tensor]:
     return [mask]
 
 
-def odd_rows() -> list[torch.Tensor]:
-    """Ordinary numbers for each query, and among them NaN and both infinities."""
-    out = torch.randn(2, 37, dtype=torch.float64)
-    for n, odd in enumerate((math.inf, math.nan, -math.inf)):
-        out[:, n::11] = odd
-    return [out]
-
-
 def floats(*shape: int) -> Extra:
     return lambda: [torch.randn(shape, dtype=torch.float64)]
 
@@ -50,6 +42,7 @@ def dropping(p: float) -> Expr:
     return mul(WEIGHT, Expr("keep", attr=(0, p)))
 
 
+ODD_ROWS = lambda: [torch.tensor([0.3, INF, -0.7, math.nan, 0.1, -INF, 1.2], dtype=torch.float64).repeat(2, 6)[:, :37]]
 GATE = where(le(apply("add", I, const(2)), J), const(0.5), const(1.0))
 BIAS = lambda rank: (("bias", "float64", rank),)
 BUCKET = load(3, (load(4, (I, J), "int"), B1), "float")
@@ -73,11 +66,11 @@ CASES: dict[str, tuple[AttentionSpec, Extra]] = {
     "repaired": (attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK, empty_rows="repaired"), left_padding),
     "repaired by an added mask": (attention(added(causal(S, -INF), padding(), -INF), MASK, empty_rows="repaired"), left_padding),
     "repaired rows of NaN and infinity": (attention(causal(add(S, load(3, (B0, I), "float")), FLOAT32_MIN), (("rows", "float64", 2),),
-                                                    empty_rows="repaired"), odd_rows),
+                                                    empty_rows="repaired"), ODD_ROWS),
     "repaired, gated and dropped": (attention(causal(add(S, load(3, (B0, I), "float"))), (("rows", "float64", 2),), weight=mul(dropping(0.3), GATE),
-                                              empty_rows="repaired"), odd_rows),
+                                              empty_rows="repaired"), ODD_ROWS),
     "repaired with sinks": (attention(where(padding(4), S, const(-INF)), (("rows", "float64", 2), *MASK), extra_terms=(load(3, (B0, I), "float"),),
-                                      empty_rows="repaired"), lambda: [*odd_rows(), *left_padding()]),
+                                      empty_rows="repaired"), lambda: [*ODD_ROWS(), *left_padding()]),
     "window": (attention(where(window(9), S, const(-INF))), list),
     "window of a head": (attention(where(le(apply("sub", I, J), add(B1, const(1))), S, const(-1e9))), list),
     "chunks": (attention(where(apply("and", CAUSAL, apply("eq", apply("floordiv", I, const(8)), apply("floordiv", J, const(8)))), S,
