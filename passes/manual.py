@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..program import FALSE, TRUE, WEIGHT, Expr, apply, axis, const, depends, rewrite, substitute, walk, where
+from ..refusal import Reason, Refused
 from .pointwise import as_kind, rule
 from .repair import NAN, split
 from .trace import Call, Value, aten
@@ -126,8 +127,10 @@ def normalised(lift: Lift, weight: Expr) -> Normalised | None:
         return Normalised(out, None, kept, True)
     score = _without_maximum(lift, base.args[0])
     stable = score is not base.args[0]
-    if bound(score) or not stable and not tame(score):
+    if bound(score):
         return None
+    if not stable and not tame(score):
+        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "exponentials without their maximum are no softmax where a number masks a whole row")
     return Normalised(out, score, kept, stable or by_logarithm)
 
 
