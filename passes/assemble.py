@@ -93,6 +93,8 @@ class _Spec:
             dot = p.lift.simplify(apply("mul", level.factor, dot))
         score = p.lift.simplify(substitute(p.score, {Expr("dot", attr=self.main): dot}))
         weight = p.lift.simplify(apply("mul", v.factor, p.weight))
+        if any(x.op == "detached" for e in (score, weight) for x in walk(e)):
+            raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "scores that send no gradient")
         if bound(weight):
             raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "a sum or maximum over the weights")
         if "dot" in depends(weight):

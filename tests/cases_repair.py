@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnfuse.refusal import Reason
-from tests.cases import B, CASES, H, LK, LQ, case, plus, qkv, rn, t
+from tests.cases import B, CASES, H, LK, LQ, case, plus, qkv, rn, square, t
 
 __all__ = ["CASES"]
 FILLED = "where(m[b0, 0, i, j], -inf, s)"
@@ -104,6 +104,23 @@ def rows_without_a_key_are_set(q, k, v, m):
 @case("s + bias[i, j]", plus(qkv, lambda g: torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0, 0.5, 0.0])[:, None].repeat(1, LK)), rows="repaired", train=False)
 def every_kind_of_row_is_repaired(q, k, v, bias):
     return torch.nan_to_num((q @ t(k) + bias).softmax(-1)) @ v
+
+
+def odd(q: Tensor) -> Tensor:
+    """With a row of NaN, one of infinities, and one that is infinite somewhere."""
+    q = q.clone()
+    q[..., 1, :], q[..., 2, :], q[..., 4, 3] = math.nan, math.inf, -math.inf
+    return q
+
+
+@case("s", lambda g: (odd((x := qkv(g))[0]), *x[1:]), rows="repaired", train=False)
+def rows_of_odd_queries_are_repaired(q, k, v):
+    return torch.nan_to_num((q @ t(k)).softmax(-1)) @ v
+
+
+@case("where(j <= i, 0.25 * s, -inf)", lambda g: (odd((x := square(g))[0]), *x[1:]), rows="repaired", train=False)
+def rows_of_odd_queries_are_repaired_under_a_causal_mask(q, k, v):
+    return torch.nan_to_num((q @ t(k) * 0.25).masked_fill(torch.ones(LK, LK, dtype=torch.bool).triu(1), -math.inf).softmax(-1)) @ v
 
 
 @case(FILLED, MASKED, weight="where(j <= i, 2 * p, 0)", rows="repaired")

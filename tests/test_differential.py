@@ -730,6 +730,12 @@ def scaled_by_a_detached_maximum(q, k, v):
     return (s / s.detach().amax(-1, keepdim=True).exp()).softmax(-1) @ v
 
 
+@near(qkv(bias), refused=True)
+def larger_of_two_detached(q, k, v, b):
+    s = s_(q, k)
+    return (s - torch.max(s, b).detach()).softmax(-1) @ v
+
+
 @near(refused=True)
 def detached_maximum_over_queries(q, k, v):
     s = s_(q, k)
