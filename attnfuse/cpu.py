@@ -154,7 +154,7 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
         return None
     result, lse = _FUSED(arguments.query, arguments.key, arguments.value, 0.0, plan.causal, attn_mask=arguments.mask, scale=plan.scale)
     if spec.empty_rows == "repaired":
-        dead = (lse > -math.inf).logical_not()         # NaN too
+        dead = lse.isfinite().logical_not()
         result.masked_fill_(dead.unsqueeze(-1), 0.0)
         lse.masked_fill_(dead, -math.inf)
     out = allocate_out(spec, sizes, result)
