@@ -754,13 +754,25 @@ def normalised_by_a_detached_sum(q, k, v):
     return (e @ v) / e.sum(-1, keepdim=True).detach()
 
 
-@near(qkv(lambda: torch.rand(LK, LK) > 0.5), refused=None)
-def elements_assigned(q, k, v, m):
+@near(qkv(lambda: torch.rand(LK, LK) > 0.5), refused=False)
+def elements_assigned_by_a_mask(q, k, v, m):
     a = torch.zeros(LK, LK)
     a[m] = -1.0
     a[m[0]] = 2.0
+    return (s_(q, k) + a).softmax(-1) @ v
+
+
+@near(qkv(lambda: torch.rand(LK) > 0.5))
+def rows_assigned_by_a_mask(q, k, v, m):
+    a = torch.zeros(LK, LK)
+    a[m] = torch.arange(LK) * 0.1
+    return (s_(q, k) + a).softmax(-1) @ v
+
+
+@near()
+def rows_assigned_by_number(q, k, v):
+    a = torch.zeros(LK, LK)
     a[torch.tensor([1, 3])] = 0.5
-    a[m[1]] = torch.arange(LK) * 0.1
     return (s_(q, k) + a).softmax(-1) @ v
 
 
