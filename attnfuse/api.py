@@ -27,6 +27,7 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 Given = Settings | Mapping[str, Any] | None
 """What a `settings=` argument may be: see `attnfuse.settings.resolve`."""
 
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 MARK = "_attnfuse"
 COMPILED = "_compiled_call_impl"
 """Where `nn.Module.compile` puts the compiled call; not copied, not pickled."""
@@ -48,7 +49,8 @@ class Mark:
         """Compile the module's call in place, as `nn.Module.compile` does."""
         # Not by setattr: a class may define it, and the module of a deep copy is not filled yet.
         state = self.model.__dict__
-        state[COMPILED] = torch.compile(entry(self.model), backend=self.backend, dynamic=self.backend.dynamic, fullgraph=self.fullgraph)
+        compiled = torch.compile(entry(self.model), backend=self.backend, dynamic=self.backend.dynamic, fullgraph=self.fullgraph)
+        state[COMPILED] = unless_nested(self.model, compiled) if isinstance(self.model, LAYERS) else compiled
         state[MARK] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark | None:
@@ -78,6 +80,30 @@ def entry(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
+def unless_nested(layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled call of a layer, but not for the nested tensors that its stack makes of padded ones in eager mode: those end
+    the process inside Dynamo."""
+    from torch._dynamo.eval_frame import skip_code
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        nested = any(isinstance(x, torch.Tensor) and x.is_nested for x in (*args, *kwargs.values()))
+        return (layer._call_impl if nested else compiled)(*args, **kwargs)
+
+    skip_code(choose.__code__)                         # a frame that Dynamo may inline, but not start from
+    return choose
+
+
+def layers_behind_a_break(model: nn.Module) -> list[nn.Module]:
+    """The layers of torch.nn's stacks, which need a compiled call of their own.
+
+    Given a mask and no word on whether it is causal, `nn.TransformerEncoder` and `nn.TransformerDecoder` look at its values. That
+    ends the graph inside a frame of torch.nn, which Dynamo does not resume: the layers then run by themselves, each knowing what
+    was found out. Where the stack is captured as a whole, a layer's own compiled call is inlined and changes nothing.
+    """
+    stacks = [m for m in model.modules() if isinstance(m, (nn.TransformerEncoder, nn.TransformerDecoder))]
+    return [layer for stack in stacks for layer in stack.layers if isinstance(layer, LAYERS) and layer is not model]
+
+
 def optimize(model: Model, *, inner: Inner = "inductor", mode: str | None = None, dynamic: bool | None = None,
              fullgraph: bool = False, settings: Given = None) -> Model:
     """Compile a model in place with its attention fused, and return it.
@@ -101,6 +127,8 @@ def optimize(model: Model, *, inner: Inner = "inductor", mode: str | None = None
     mark = _mark(model)
     if mark is None or mark.backend is not backend or mark.fullgraph != fullgraph:
         Mark(model, backend, fullgraph).arm()
+        for layer in layers_behind_a_break(model):
+            Mark(layer, backend, fullgraph=False).arm()
     return cast(Model, model)
 
 
@@ -150,6 +178,8 @@ def explain(model: Callable[..., Any], *args: Any, run: bool = True, settings: G
         args, kwargs = _copied(model, args), _copied(model, kwargs)
         if isinstance(model, nn.Module):
             model.__dict__[COMPILED] = _compile(entry(model), record)  # a class may wrap __call__: go through it
+            for layer in layers_behind_a_break(model):
+                layer.__dict__[COMPILED] = unless_nested(layer, _compile(entry(layer), record))
         call = model if isinstance(model, nn.Module) else _compile(model, record)
         try:
             call(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Plain attention on the CPU, handed to PyTorch's own fused kernel (the one behind ``scaled_dot_product_attention``).
 
 Plain means: the score is ``c·dot`` plus a term of the key only (a padding mask, never T×T), or ``c·dot`` under the causal
-bound ``j <= i``; the weights are used as they are. Under ``j <= i`` every row has a live key, so a finite fill has weight
+bound ``j <= i``; the weights are used as they are, or with NaN repaired (the log-sum-exp tells where). Under ``j <= i`` every row has a live key, so a finite fill has weight
 exactly 0 and is the same as -inf. A padding mask is given to the kernel only if every row has a live key, which is looked up at
 each call: a row without one is uniform or NaN, and its log-sum-exp, one number, could not tell how many keys share it.
 
@@ -153,6 +153,10 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
     if plan is None or arguments is None:
         return None
     result, lse = _FUSED(arguments.query, arguments.key, arguments.value, 0.0, plan.causal, attn_mask=arguments.mask, scale=plan.scale)
+    if spec.empty_rows == "repaired":
+        dead = lse.isfinite().logical_not()
+        result.masked_fill_(dead.unsqueeze(-1), 0.0)
+        lse.masked_fill_(dead, -math.inf)
     out = allocate_out(spec, sizes, result)
     result = result.reshape(out.shape)
     lse = lse.reshape(out.shape[:-1]).to(spec.compute_dtype)
@@ -169,6 +173,8 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     if plan is None or len(set(numbers)) != 3 or any(need and n not in numbers for n, need in enumerate(needs)):
         return None
     if bool((stats[..., 1] != 0).any()):               # of another executor
+        return None
+    if spec.empty_rows == "repaired" and bool((stats[..., 0] == -math.inf).any()):
         return None
     arguments = _arguments(spec, plan, operands, sizes)
     if arguments is None:

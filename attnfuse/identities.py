@@ -67,6 +67,8 @@ def _sub(_: Algebra, n: Expr) -> Expr | None:
 
 def _mul(_: Algebra, n: Expr) -> Expr | None:
     a, b = n.args
+    if n.kind == "bool":
+        return apply("and", a, b)
     if _is(a, 1.0) or _is(b, 1.0):
         return b if _is(a, 1.0) else a
     if a.op == "const" and b.op == "mul" and any(x.op == "const" for x in b.args):      # c·(d·x) = (c·d)·x

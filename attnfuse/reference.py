@@ -63,12 +63,23 @@ def reference(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequ
     score = evaluate(spec.score, env).expand(shape)
     for term in spec.extra_terms:
         score = torch.cat([score, evaluate(term, env).expand([*shape[:-1], 1])], -1)
+    dead = _dead_rows(spec, score)
+    if dead is not None:
+        # Twice: where it is only the weights that are set, the softmax's own derivative would still be NaN.
+        score = score.masked_fill(dead, 0.0)
     weight = torch.softmax(score, -1)[..., :named["j"]]
-    if spec.empty_rows == "zero":
-        weight = torch.where((score == float("-inf")).all(-1, keepdim=True), 0.0, weight)
     weight = evaluate(spec.weight, Env(axes, named, read, work, device, weight=weight, keep=keep)).expand(shape)
+    if dead is not None:
+        weight = weight.masked_fill(dead, 0.0)
     out = weight @ value
     return out.to(dtype or dtype_of(spec.out_dtype))
+
+
+def _dead_rows(spec: AttentionSpec, score: torch.Tensor) -> torch.Tensor | None:
+    """Where the weights of a whole row are zero, (batch…, i, 1); None where no row is treated so."""
+    if spec.empty_rows == "zero":
+        return (score == float("-inf")).all(-1, keepdim=True)
+    return torch.softmax(score.detach(), -1).isnan().any(-1, keepdim=True) if spec.empty_rows == "repaired" else None
 
 
 def check_call(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None) -> None:

@@ -12,13 +12,14 @@ import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from . import program
 from .program import DOT, WEIGHT, Expr
 
+EmptyRows = Literal["nan", "zero", "repaired"]
 VERSION = 1
 """Of the serialised form; a spec written by another version is refused."""
 
@@ -52,7 +53,9 @@ class AttentionSpec:
         weight: the weight program, linear in ``weight`` (dropout, gates, masks after the softmax).
         extra_terms: scores over (batch, i) of further columns that enter the normaliser and no value (attention sinks).
         scalars: names of the run-time integers that the programs use beside the axis lengths.
-        empty_rows: what a row is whose scores are all -inf: ``"nan"`` as a softmax written in PyTorch gives, or ``"zero"``.
+        empty_rows: what a row is whose scores are all -inf: ``"nan"`` as a softmax written in PyTorch gives, or ``"zero"``,
+            whatever the weight program says. ``"repaired"``: so is every row whose weights are NaN, for a score that is NaN or
+            +inf too, as ``nan_to_num`` behind the softmax makes it.
         qk_dtype, pv_dtype: the dtype in which the two products are taken; an operand that is narrower is widened at the load,
             and with ``pv_dtype="float32"`` the weights must not be rounded to a half type.
         out_dtype: dtype of the result.
@@ -68,7 +71,7 @@ class AttentionSpec:
     weight: Expr = WEIGHT
     extra_terms: tuple[Expr, ...] = ()
     scalars: tuple[str, ...] = ()
-    empty_rows: Literal["nan", "zero"] = "nan"
+    empty_rows: EmptyRows = "nan"
     qk_dtype: str = "float32"
     pv_dtype: str = "float32"
     out_dtype: str = "float32"
@@ -102,6 +105,8 @@ class AttentionSpec:
             raise ValueError(f"the weight program {self.weight} is not linear in the weight")
         if any(not program.depends(t) <= own | {"i"} for t in self.extra_terms):
             raise ValueError("an extra term of the normaliser may depend on the batch axes and i only")
+        if self.empty_rows not in get_args(EmptyRows):
+            raise ValueError(f"empty rows cannot be {self.empty_rows!r}")
         if sorted(self.out_order) != list(range(len(self.batch) + 2)):
             raise ValueError(f"out_order {self.out_order} is not a permutation of the result's dimensions")
 
@@ -153,7 +158,7 @@ class AttentionSpec:
         score = program.show(self.score, names)
         weight = program.show(program.substitute(self.weight, {WEIGHT: Expr("axis", attr="p", kind="float")}), names)
         extra = "".join(f" ∪ {{{program.show(t, names)}}}" for t in self.extra_terms)
-        repair = ", empty rows 0" if self.empty_rows == "zero" else ""
+        repair = {"nan": "", "zero": ", empty rows 0", "repaired": ", NaN rows 0"}[self.empty_rows]
         return (f"out[{', '.join(self.out_axes)}] = Σ_j {weight} · {read(self.value)};  p = softmax_j({score}{extra}{repair});  "
                 f"s = Σ_d {read(self.query)} · {read(self.key)}")
 

@@ -89,10 +89,14 @@ class _Rows:
         return bool((self.maximum <= self.call.ranges.masked_below).any())
 
     def poison(self, step: int) -> None:
-        """Give rows that are -inf everywhere the weights NaN, and what the weight program makes of them."""
+        """Give rows that are -inf everywhere the weights NaN, and what the weight program makes of them; or make rows 0."""
         call, spec = self.call, self.call.spec
         empty = self.maximum == NEG_INF
-        if spec.empty_rows == "zero" or call.sizes["j"] == 0 or not bool(empty.any()):
+        if spec.empty_rows != "nan":
+            dead = empty if spec.empty_rows == "zero" else empty | self.total.isnan()
+            self.output.masked_fill_(dead, 0.0)
+            self.maximum, self.total = self.maximum.masked_fill(dead, NEG_INF), self.total.masked_fill(dead, 0.0)   # backward sees it
+        if spec.empty_rows != "nan" or call.sizes["j"] == 0 or not bool(empty.any()):
             return
         if all(x.op != "where" for x in walk(spec.weight)):
             self.output.masked_fill_(empty, float("nan"))
@@ -118,7 +122,8 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
 
     Returns:
         out (batch…, i, e) of `spec.out_dtype`, in memory in the order `spec.out_order`; statistics (batch…, i, 2), the pairs
-        (maximum, log of the sum) in natural logarithms and `spec.compute_dtype`; both -inf in a row whose scores are all -inf.
+        (maximum, log of the sum) in natural logarithms and `spec.compute_dtype`; both -inf in a row whose scores are all -inf,
+        or that is repaired.
 
     Raises:
         ValueError: wrong number of operands or sizes, or a missing seed.
@@ -150,11 +155,13 @@ class _Normalised:
 
     maximum: torch.Tensor
     log_total: torch.Tensor
+    dead: torch.Tensor | None        # rows whose weights are 0
     delta: torch.Tensor
 
     def weights(self, score: torch.Tensor) -> torch.Tensor:
         """The normalised softmax weights."""
-        return _exp((score - self.maximum).sub_(self.log_total))
+        weights = _exp((score - self.maximum).sub_(self.log_total))
+        return weights if self.dead is None else weights.masked_fill_(self.dead, 0.0)
 
 
 @dataclass
@@ -199,13 +206,14 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     return [grads[n].to(t.dtype) if n in grads else None for n, t in enumerate(operands)]
 
 
-def _normaliser(spec: AttentionSpec, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(maximum, log of the sum), such that rows without weights get weights of 0 where the spec says so."""
+def _normaliser(spec: AttentionSpec, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(maximum, log of the sum, which rows have weights of 0 because the spec says so)."""
     maximum, log_total = stats[..., :1], stats[..., 1:]
-    if spec.empty_rows == "zero":                      # weights exp(-inf - 0 - inf) = 0
-        empty = maximum == NEG_INF
-        maximum, log_total = maximum.masked_fill(empty, 0.0), log_total.masked_fill(empty, float("inf"))
-    return maximum, log_total
+    dead = None
+    if spec.empty_rows != "nan":
+        dead = maximum == NEG_INF
+        maximum = maximum.masked_fill(dead, 0.0)       # not of those that saw no key: they have nothing to visit
+    return maximum, log_total, dead
 
 
 def _row_gradients(call: Call, box: Box, grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor) -> _RowGradients:

@@ -215,9 +215,14 @@ class Recomputed(Forward):
             lines.append(f"score = {score}")
             score = "score"
         unit = literal(chain.inside_unit if inside else chain.unit)
-        if chain.rows(inside) == ("shift",):
-            return [*lines, f"p = tl.exp2({score} * {unit} - shift{row})"]
-        return [*lines, f"p = tl.exp2(({score} - largest{row}) * {unit} - log_sum{row})"]
+        folded = chain.rows(inside) == ("shift",)
+        if folded:
+            lines.append(f"p = tl.exp2({score} * {unit} - shift{row})")
+        else:
+            lines.append(f"p = tl.exp2(({score} - largest{row}) * {unit} - log_sum{row})")
+        if self.spec.empty_rows == "repaired":         # exp2 of -inf is 0, but the score may be NaN or +inf
+            lines.append(f'p = tl.where({"shift" if folded else "log_sum"}{row} < float("inf"), p, 0.0)')
+        return lines
 
     def _gradients(self, body: Body, inside: bool, mask: str) -> list[str]:
         """Lines from ``dp`` and ``p`` to ``ds``, the gradient of the raw product without the chain's factor. On the way what
@@ -427,7 +432,7 @@ class Rows(Recomputed):
         w.extend(self._first_row(dense=True))
         w.line("largest = tl.load(stats_ptr + (first_row + offs_m) * 2, mask=m_mask, other=0.0)")
         w.line("total = tl.load(stats_ptr + (first_row + offs_m) * 2 + 1, mask=m_mask, other=0.0)")
-        if self.spec.empty_rows == "zero":
+        if self.spec.empty_rows != "nan":
             w.line('empty = largest == float("-inf")        # every weight of such a row is 0')
             w.line("largest = tl.where(empty, 0.0, largest)")
             w.line('total = tl.where(empty, float("inf"), total)')

@@ -459,6 +459,8 @@ class Forward:
         w.gap("epilogue: normalise, store the result and the row statistics")
         if spec.empty_rows == "zero":
             w.line("result = tl.where(row_sum[:, None] == 0.0, 0.0, acc / row_sum[:, None])")
+        elif spec.empty_rows == "repaired":
+            w.line("result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)        # where the sum is 0 or NaN, so are the weights")
         elif repaired:
             w.line("result = tl.where((empty & (kept == 0))[:, None], 0.0, acc / row_sum[:, None])")
         else:
@@ -473,6 +475,8 @@ class Forward:
         self.arguments.pointer("stats_ptr", "stats")
         w.line("stats_offset = (batch.to(tl.int64) * n_queries + offs_m) * 2")
         largest = f"row_max * {LN2}" if self.folded and self.written is None else "row_max"
+        if spec.empty_rows == "repaired":
+            largest = f'tl.where(row_sum > 0.0, {largest}, float("-inf"))'
         w.line(f"tl.store(stats_ptr + stats_offset, {largest}, mask=m_mask)")
         w.line("tl.store(stats_ptr + stats_offset + 1, tl.log(row_sum), mask=m_mask)")
 

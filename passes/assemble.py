@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..algebra import Algebra
 from ..program import Expr, apply, axis, const, depends, linear_in_weight, load, loads, rewrite, size, substitute, walk
 from ..refusal import Reason, Refused
 from ..settings import Settings
-from ..spec import Access, AttentionSpec, Operand
+from ..spec import Access, AttentionSpec, EmptyRows, Operand
 from . import nodes
-from .lift import SOFTMAXES, Level, Lift, NoRule, Softmax
-from .manual import at_key, bound, softmax_by_hand
+from .lift import Level, Lift, NoRule
+from .manual import bound
 from .pointwise import as_kind
 from .region import Region, memory_order, merge_order
 from .trace import Value, aten
-from .views import VIEWS
+from .unfold import Parts, arguments_of, main_dot, pull, query_axis, sides, uses
 
-_PRODUCTS = frozenset({aten.bmm.default, aten.mm.default})
-_EXPONENTIALS = frozenset({aten.exp.default})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_MOST_EXTRA_TERMS = 16
 
 
 @dataclass(frozen=True)
@@ -47,20 +42,6 @@ class Lifted:
     scores: tuple[int, ...]
 
 
-@dataclass
-class _Parts:
-    """What one pull of a slice gives, before the axes have roles."""
-
-    lift: Lift
-    weight: Expr
-    score: Expr
-    softmax: Softmax | None                # None: written by hand
-    extra: tuple[Expr, ...]
-    values: list[Level]
-    product: Value
-    e: str
-
-
 def assemble(region: Region, values: list[Value | None], least: dict[str, int], settings: Settings) -> Lifted:
     """The meaning of a slice whose nodes (inputs, then body) have the given recorded values; raises Refused."""
     out = values[len(region.inputs) + region.body.index(region.product)]
@@ -69,142 +50,21 @@ def assemble(region: Region, values: list[Value | None], least: dict[str, int], 
     algebra = Algebra({f"x{k}": s for k, s in enumerate(out.shape)}, least)
     try:
         lift = Lift(algebra)
-        parts = _pull(lift, out, settings)
-        main = _main_dot(parts)
+        parts = pull(lift, out)
+        main = main_dot(parts)
         others = {v.number for n, (v, _, _) in enumerate(lift.dots) if n != main} - {lift.dots[main][0].number}
         lift = Lift(algebra, opaque=others)
-        parts = _pull(lift, out, settings)
-        main = _main_dot(parts)
-        key, query = _sides(parts, main)
-        i = _query_axis(parts, key, query, out)
+        parts = pull(lift, out)
+        main = main_dot(parts)
+        key, query = sides(parts, main)
+        i = query_axis(parts, key, query, out)
         priced = Lift(algebra, opaque=others, price=(i, "j"))
-        parts = _pull(priced, out, settings)
-        main = _main_dot(parts)
-        key, query = _sides(parts, main)
+        parts = pull(priced, out)
+        main = main_dot(parts)
+        key, query = sides(parts, main)
     except NoRule as e:
         raise Refused(Reason.UNKNOWN_OP, region.product.name, "lift", str(e)) from e
     return _Spec(region, values, parts, main, query, key, i, out, settings).build()
-
-
-def _pull(lift: Lift, out: Value, settings: Settings) -> _Parts:
-    """Unfold weights and scores from a general element of the product."""
-    value, index = out, tuple(axis(f"x{k}") for k in range(len(out.shape)))
-    while value.call is not None and value.call.target in VIEWS:
-        value, index = VIEWS[value.call.target](lift, value, value.call, index)
-    if value.call is None or value.call.target not in _PRODUCTS:
-        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", f"ends in {value.call.target if value.call else 'an input'}")
-    left, right = value.call.args[:2]
-    *batch, row, column = index
-    lift.algebra.lengths["j"] = left.shape[-1]
-    sides = [(left, (*batch, row, axis("j"))), (right, (*batch, axis("j"), column))]
-    carrying = [_reaches(s, SOFTMAXES) for s, _ in sides]
-    if not any(carrying):
-        carrying = [_reaches(s, _EXPONENTIALS) for s, _ in sides]
-    if carrying.count(True) != 1:
-        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "weights on both sides" if all(carrying) else "no weights on either side")
-    weights, other = sides if carrying[0] else sides[::-1]
-    e = column if carrying[0] else row
-    if e.op != "axis" and lift.algebra.lengths.get("e") is None:
-        if e != const(0):
-            raise Refused(Reason.AXIS_ROLES, "", "lift", f"the values' own axis is {e}")
-        # A value width of one leaves no trace in the index: it is the product's own last (or last but one) dimension.
-        e = axis(f"x{len(out.shape) - (1 if carrying[0] else 2)}")
-    weight = lift.simplify(lift.at(*weights))
-    if lift.found is not None and "weight" in depends(weight):
-        score, extra = _scores(lift, lift.found)
-    else:
-        by_hand = softmax_by_hand(lift, weight)
-        if by_hand is None:
-            raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "the weights could not be read through, or are no softmax")
-        (weight, score), extra = by_hand, ()
-    return _Parts(lift, weight, score, lift.found, extra, lift.levels(*other, depth=str(e.attr)), value, str(e.attr))
-
-
-def _scores(lift: Lift, found: Softmax) -> tuple[Expr, tuple[Expr, ...]]:
-    """The score of key j, and those of columns outside the keys."""
-    source = found.call.args[0]
-    columns, n = source.shape[found.dim], lift.algebra.lengths["j"]
-    more = lift.simplify(apply("sub", columns, n))
-    if more.op != "const" or not 0 <= more.attr <= _MOST_EXTRA_TERMS:  # type: ignore[operator]
-        raise Refused(Reason.SOFTMAX_AXIS, "", "lift", "the values are fewer than the weights")
-    at = lambda x: lift.simplify(lift.at(source, (*found.index[:found.dim], lift.simplify(x), *found.index[found.dim + 1:])))
-    score = as_kind(at(apply("add", axis("j"), const(found.offset))), "float")
-    before = [at(const(c)) for c in range(found.offset)]
-    behind = [at(apply("add", n, const(c))) for c in range(found.offset, int(more.attr))]  # type: ignore[arg-type]
-    return score, tuple(before + behind)
-
-
-def _reaches(value: Value, targets: frozenset[Any]) -> bool:
-    """Whether a tensor is computed from the result of one of `targets`."""
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        v = stack.pop()
-        if v.number in seen or v.call is None:
-            continue
-        if v.call.target in targets:
-            return True
-        seen.add(v.number)
-        stack.extend(_arguments(v))
-    return False
-
-
-def _arguments(value: Value) -> list[Value]:
-    out: list[Value] = []
-    for a in tree_leaves((value.call.args, value.call.kwargs) if value.call else ()):
-        if isinstance(a, Value):
-            out.append(a)
-    return out
-
-
-def _main_dot(parts: _Parts) -> int:
-    """The product that is the attention's: one side depends on the key axis and the other does not. Of several, one that is
-    indexed by the key axis itself (a relative term is indexed by a function of it), then the one with the longest sum."""
-    used = [int(x.attr) for x in walk(parts.score) if x.op == "dot"]  # type: ignore[arg-type]
-    one_key = parts.lift.algebra.lengths["j"] == const(1)
-    fit: list[tuple[bool, int, int]] = []
-    for n in used:
-        _, call, index = parts.lift.dots[n]
-        along_j = ["j" in depends(index[-2]), "j" in depends(index[-1])]
-        if (one_key or along_j.count(True) == 1) and not any("j" in depends(b) for b in index[:-2]):
-            width = call.args[0].shape[-1]
-            fit.append((axis("j") in index[-2:], int(width.attr) if width.op == "const" else 0, n))  # type: ignore[arg-type]
-    if not fit:
-        reason = Reason.AXIS_ROLES if used else Reason.NO_SCORE_PRODUCT
-        raise Refused(reason, "", "lift", "" if used else f"the score is {str(parts.score)[:120]}")
-    return max(fit, key=lambda f: f[:2])[2]
-
-
-def _sides(parts: _Parts, main: int) -> tuple[list[Level], list[Level]]:
-    """(key, query): the levels of the score product's two operands. A single key leaves no trace in the index: then the side
-    that varies with fewer of the result's axes has the key."""
-    _, call, index = parts.lift.dots[main]
-    left, right = call.args[:2]
-    *batch, row, column = index
-    parts.lift.algebra.lengths["d"] = left.shape[-1]
-    a = parts.lift.levels(left, (*batch, row, axis("d")), "d")
-    b = parts.lift.levels(right, (*batch, axis("d"), column), "d")
-    if parts.lift.algebra.lengths["j"] == const(1):
-        return (a, b) if len(_uses(a[-1])) < len(_uses(b[-1])) else (b, a)
-    return (a, b) if "j" in depends(row) else (b, a)
-
-
-def _uses(level: Level) -> frozenset[str]:
-    return frozenset().union(*(depends(x) for x in level.index))
-
-
-def _query_axis(parts: _Parts, key: list[Level], query: list[Level], out: Value) -> str:
-    """An axis of the result on which neither keys nor values depend: the last one that is not of length 1."""
-    shared = _uses(key[-1]) | _uses(parts.values[-1])
-    free = [k for k in range(len(out.shape)) if f"x{k}" not in shared and f"x{k}" != parts.e]
-    if parts.e not in _uses(parts.values[-1]) and out.shape[int(parts.e[1:])] != const(1):
-        raise Refused(Reason.AXIS_ROLES, "", "lift", "the values do not vary along their own axis")
-    if parts.e in depends(parts.score) | depends(parts.weight):
-        raise Refused(Reason.AXIS_ROLES, "", "lift", "the weights vary along the values' axis")
-    if not free:
-        raise Refused(Reason.AXIS_ROLES, "", "lift", "keys or values vary along every axis of the result")
-    long = [k for k in free if out.shape[k] != const(1)]
-    return f"x{(long or free)[-1]}"
 
 
 @dataclass
@@ -213,7 +73,7 @@ class _Spec:
 
     region: Region
     nodes: list[Value | None]
-    parts: _Parts
+    parts: Parts
     main: int
     query: list[Level]
     key: list[Level]
@@ -223,7 +83,6 @@ class _Spec:
 
     def build(self) -> Lifted:
         p = self.parts
-        self._drop_row_maximum()
         if any({"dot", "j"} & depends(x) for x in p.extra):
             raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "further columns of the softmax are products")
         q = self._choose(self.query, (self.i, "d"), "queries")
@@ -234,7 +93,13 @@ class _Spec:
             dot = p.lift.simplify(apply("mul", level.factor, dot))
         score = p.lift.simplify(substitute(p.score, {Expr("dot", attr=self.main): dot}))
         weight = p.lift.simplify(apply("mul", v.factor, p.weight))
-        if bound(score) or bound(weight):
+        if any(x.op == "detached" for e in (score, weight) for x in walk(e)):
+            raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "scores that send no gradient")
+        if bound(weight):
+            raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "a sum or maximum over the weights")
+        if "dot" in depends(weight):
+            raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "scores decide on the weights a second time")
+        if bound(score):
             raise Refused(Reason.ROW_DEPENDENT, "", "lift", "a sum or maximum over the row")
         if any(x.op == "dot" and x.attr is not None for x in walk(score)):
             raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", "more than one product in the score")
@@ -245,27 +110,13 @@ class _Spec:
         self._check_dropout(weight)
         return self._named(q, k, v, score, weight)
 
-    def _drop_row_maximum(self) -> None:
-        """softmax(s - max(s)) = softmax(s): the maximum over the row's very scores, subtracted from every column, changes nothing.
-        (One over queries or heads is no constant of the row; one over other columns may be infinite where the row is not.)"""
-        p = self.parts
-        lengths, offset = p.lift.algebra.lengths, p.softmax.offset if p.softmax else 0
-        columns = p.lift.simplify(apply("add", lengths["j"], const(len(p.extra))))
-        while p.score.op == "sub" and p.score.args[1].op == "maximum":
-            own, most = p.score.args
-            if lengths[str(most.attr)] != columns or at_key(p.lift, most, offset) != own:
-                return
-            if any(x.op != "sub" or x.args[1] != most for x in p.extra):
-                return
-            p.score, p.extra = own, tuple(x.args[0] for x in p.extra)
-
     def _choose(self, levels: list[Level], inner: tuple[str, str], what: str) -> Level:
         """The level that saves most, and of those the shallowest; its index must be affine in the tile's two axes."""
         foreign = {f"x{n}" for n in range(len(self.out.shape))} & {self.i, self.parts.e} | {"j", "d"}
         fit: list[Level] = []
         for level in levels:
             affine = all(self.parts.lift.algebra.affine(x, inner) is not None and not loads(x) for x in level.index)
-            if level.value.nodes and affine and not _uses(level) & (foreign - set(inner)):
+            if level.value.nodes and affine and not uses(level) & (foreign - set(inner)):
                 fit.append(level)
         if not fit:
             raise Refused(Reason.NOT_EXPRESSIBLE, "", "lift", f"the {what} are no strided view of a tensor of the graph")
@@ -330,7 +181,7 @@ class _Spec:
         spec = AttentionSpec(
             batch=tuple(order[:len(batch)]), operands=(*operands, *(Operand(f"c{n}", "float64", 0) for n in range(len(numbers)))),
             query=access(q), key=access(k), value=access(v), score=score, weight=weight, extra_terms=tuple(extra),
-            empty_rows="zero" if (self.parts.softmax and self.parts.softmax.call.target is aten._safe_softmax.default) or self.settings.fully_masked_rows == "zero" else "nan",
+            empty_rows=self._empty_rows(),
             qk_dtype=str(product).removeprefix("torch."), pv_dtype=str(self.parts.product.dtype).removeprefix("torch."),
             out_dtype=str(self.out.dtype).removeprefix("torch."), scalars=tuple(scalars.values()),
             out_order=self._layout(final, rank))
@@ -340,6 +191,13 @@ class _Spec:
         inverse = [spec.out_axes.index(final[f"x{n}"]) for n in range(rank)]
         return Lifted(spec, tuple(local[id(t.nodes[0])] for t in tensors), tuple(casts), tuple(numbers),
                       tuple(axes[name] for name in order) + tuple(scalars), tuple(inverse), self._score_nodes(local))
+
+    def _empty_rows(self) -> EmptyRows:
+        """What becomes of rows without a key: as written, unless the user wants them to be 0."""
+        if self.parts.repaired:
+            return "repaired"
+        safe = self.parts.softmax is not None and self.parts.softmax.call.target is aten._safe_softmax.default
+        return "zero" if safe or self.settings.fully_masked_rows == "zero" else "nan"
 
     def _check_tensors(self, tensors: list[Value], products: tuple[Level, ...]) -> None:
         """Kinds, devices, and that no operand is itself made from the scores."""
@@ -382,7 +240,7 @@ def _made_from(value: Value, numbers: set[int]) -> bool:
             return True
         if v.number not in seen:
             seen.add(v.number)
-            stack.extend(_arguments(v))
+            stack.extend(arguments_of(v))
     return False
 
 

@@ -16,17 +16,20 @@ from . import nodes
 
 _REACH = 24
 """How many operations may lie between a softmax and the product with the values."""
+_QUOTIENTS = frozenset({"div", "truediv", "true_divide", "divide", "__truediv__", "mul", "multiply", "__mul__", "__rmul__", "rmul"})
 _OBSERVERS = frozenset({"size", "shape", "dtype", "device", "dim", "ndim", "numel", "sym_size"})
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A softmax (or fused call), the value product if there is one, and the nodes between that carry the weights."""
+    """A softmax (or fused call), the value product if there is one (with the quotient that normalises it, if it comes later), and
+    the nodes between that carry the weights."""
 
     anchor: Node
     product: Node | None
     carried: frozenset[Node] = frozenset()
     refusal: Refusal | None = None
+    values: Node | None = None                 # where the values are summed, if the product is that divided by a sum of the weights
 
 
 def find(gm: GraphModule) -> list[Candidate]:
@@ -52,11 +55,34 @@ def _follow(anchor: Node) -> list[Candidate]:
     """The value products that a softmax's weights reach."""
     products, reached, ends = _reach(anchor)
     if products:
-        return [Candidate(anchor, p, _between(anchor, p, reached)) for p in products]
+        return [_candidate(anchor, p, reached) for p in products]
     mixer = _mixer(anchor, ends)
     if mixer is not None:
         return [Candidate(anchor, None, refusal=Refusal(Reason.HEADS_MIXED, mixer.name, "find", f"by {nodes.name(mixer)}"))]
     return [Candidate(anchor, None, refusal=Refusal(Reason.NO_VALUE_PRODUCT, anchor.name, "find"))]
+
+
+def _candidate(anchor: Node, product: Node, reached: set[Node]) -> Candidate:
+    """One value product: (e @ v) / e.sum(-1) as a whole."""
+    path, end = _divided(product, reached)
+    if end is None:
+        return Candidate(anchor, product, _between(anchor, product, reached))
+    return Candidate(anchor, end, _between(anchor, end, reached | path), values=product)
+
+
+def _divided(product: Node, reached: set[Node]) -> tuple[set[Node], Node | None]:
+    """The quotient of a product and of something that the weights reach too; and what lies between: views and casts."""
+    path, node = {product}, product
+    while len(node.users) == 1 and len(path) < _REACH:
+        (user,) = node.users
+        called, others = nodes.name(user), [a for a in nodes.inputs(user) if a is not node]
+        if called in _QUOTIENTS and any(a in reached for a in others):
+            return path, user
+        if called not in nodes.TRANSPARENT or called in _QUOTIENTS or others:
+            break
+        node = user
+        path.add(node)
+    return set(), None
 
 
 def _reach(start: Node) -> tuple[list[Node], set[Node], list[Node]]:
@@ -96,6 +122,8 @@ def _between(anchor: Node, product: Node, reached: set[Node]) -> frozenset[Node]
         if node not in on_path:
             on_path.add(node)
             stack.extend(a for a in nodes.inputs(node) if a in reached)
+            # w[w != w] = 0: what such a step reads of the weights stays in the chain.
+            stack.extend(u for u in node.users if u in reached and node in nodes.mutated(u))
     return frozenset(on_path | {anchor})
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..algebra import Algebra
 from ..program import WEIGHT, Expr, apply, axis, const, depends, load, loads, walk
 from ..refusal import Reason, Refused
+from . import manual, selection  # noqa: F401  (their rules enter the table)
 from .pointwise import POINTWISE, as_kind, element
 from .trace import Call, Value, aten
 from .views import COPIES, VIEWS
@@ -58,14 +59,18 @@ class Lift:
         algebra: knows the lengths of the axes.
         opaque: numbers of values that are to be loaded, not read through.
         price: the axes (query, key); once they are known, a tensor is loaded where that moves fewer bytes than its formula.
+        values: the loaded ones, by number. unread: why they were not read through.
+        found: the softmax whose weights are unfolded. rows: the same met under a sum over the keys; it must be the same.
     """
 
     algebra: Algebra
     opaque: set[int] = field(default_factory=set)
     price: tuple[str, str] | None = None
     found: Softmax | None = None
+    rows: list[Softmax] = field(default_factory=list)
     dots: list[tuple[Value, Call, Index]] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
+    unread: dict[int, str] = field(default_factory=dict)
     streams: list[tuple[int, Index]] = field(default_factory=list)
     _rounds: dict[int, bool] = field(default_factory=dict)
     _memo: dict[tuple[int, Index], Expr] = field(default_factory=dict)
@@ -112,6 +117,8 @@ class Lift:
                 raise NoRule("the formula grew too large")
         except NoRule as e:
             return self.load(value, index, str(e))
+        if value.stopped:                              # of scores: to be found again where a maximum cancels, or else in the way
+            return Expr("detached", (out,)) if {"dot", "weight"} & depends(out) else self.load(value, index, "")
         return self._cheaper(value, index, out)
 
     def _computed(self, value: Value, call: Call, index: Index) -> Expr:
@@ -148,6 +155,7 @@ class Lift:
         if value.dtype.is_complex or value.dtype.itemsize > 8:
             raise NoRule(f"a tensor of {value.dtype}")
         self.values[value.number] = value
+        self.unread[value.number] = why
         if value.kind == "int" and value.dtype != torch.int64:
             self.algebra.loaded[value.number] = (torch.iinfo(value.dtype).min, torch.iinfo(value.dtype).max)
         return load(value.number, index, value.kind)  # type: ignore[arg-type]
@@ -168,12 +176,18 @@ class Lift:
     def softmax(self, value: Value, call: Call, index: Index) -> Expr:
         """A softmax met while unfolding the weights: it must run over j, and be the only one."""
         dim = int(call.args[1]) % len(index)
+        bound = [axis(a) for a in depends(index[dim]) if a.startswith("t")]
+        if len(bound) == 1 and not any("j" in depends(x) for x in index):
+            offset = self.simplify(apply("sub", index[dim], bound[0]))
+            if offset.op == "const":                   # one weight of those that a sum or a question runs over
+                self.rows.append(Softmax(value, call, index, dim, int(offset.attr)))  # type: ignore[arg-type]
+                return Expr("weight", (bound[0],))
         # Where there is one key its index is 0, and j says nothing.
         alone = self.algebra.lengths["j"] == const(1) and index[dim].op == "const"
         offset = index[dim] if alone else self.simplify(apply("sub", index[dim], axis("j")))
         others = tuple(x for k, x in enumerate(index) if k != dim)
         if offset.op != "const" or any("j" in depends(x) for x in others):
-            if any(a.startswith("t") for a in depends(index[dim])):       # a bound variable: of a sum over the weights
+            if bound:
                 raise Refused(Reason.WEIGHT_PROGRAM, _name(value), "lift", "a sum or maximum over the weights")
             raise Refused(Reason.SOFTMAX_AXIS, _name(value), "lift", f"softmax over dimension {dim}")
         here = Softmax(value, call, index, dim, int(offset.attr))  # type: ignore[arg-type]
@@ -215,7 +229,7 @@ class Lift:
 
     def _deeper(self, here: Level, depth: str) -> Level | None:
         call = here.value.call
-        if call is None or here.value.number in self.opaque:
+        if call is None or here.value.number in self.opaque or here.value.stopped:
             return None
         try:
             if call.target in VIEWS:

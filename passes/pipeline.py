@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from .. import origin, ops  # noqa: F401  (defines torch.ops.attnfuse.attention)
 from ..refusal import Reason, Refusal, Refused
@@ -268,6 +269,9 @@ def understand(region: Region, settings: Settings) -> Lifted:
     for node, value in zip([*region.inputs, *region.body], values, strict=True):
         if value is not None and node is not region.product:
             value.nodes.append(node)
+    for node, some in zip(region.body, made, strict=True):
+        for value in tree_leaves(some) if node in region.stopped else ():
+            value.stopped = True
     least = {} if shapes is None else {str(s): int(r.lower) for s, r in shapes.var_to_range.items() if r.lower.is_Integer}
     return assemble(region, values, least, settings)
 

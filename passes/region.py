@@ -23,6 +23,9 @@ from .find import Candidate, observed
 _MOST = 600
 """Nodes of a slice; further ones become its inputs."""
 _CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
+_SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
+"""They ask a tensor for its shape and dtype, not for its values."""
+_MAXIMA = frozenset({"amax", "max"})
 _ENTER = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"})
 _LEAVE = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_func_decrement_nesting"})
 
@@ -63,14 +66,16 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Region:
-    """A slice: its nodes and the nodes it reads (both in graph order), the candidate, a text equal for equal slices, and those
-    of its nodes that are changed in place after the product (they can't be kept for a gradient)."""
+    """A slice: its nodes and the nodes it reads (both in graph order), the candidate, a text equal for equal slices, those
+    of its nodes that are changed in place after the product (they can't be kept for a gradient), and those where a gradient
+    ends that a maximum of the scores would send."""
 
     candidate: Candidate
     body: tuple[Node, ...]
     inputs: tuple[Node, ...]
     text: str
     changed_later: frozenset[Node] = frozenset()
+    stopped: frozenset[Node] = frozenset()
 
     @property
     def product(self) -> Node:
@@ -102,7 +107,8 @@ def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
     odd = next((n for n in (*body, *read) if n in facts.inference), None) if product not in facts.inference else None
     if odd is not None:                                  # its tensors cannot be saved for a gradient
         raise Refused(Reason.NOT_EXPRESSIBLE, odd.name, "region", "made under inference mode")
-    return Region(candidate, tuple(body), tuple(read), _text(body, read, product, late), late)
+    stopped = frozenset(n for n in body if product not in facts.no_grad and _stops_gradient(n, facts))
+    return Region(candidate, tuple(body), tuple(read), _text(body, read, product, late, stopped), late, stopped)
 
 
 def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Node]:
@@ -113,13 +119,14 @@ def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Nod
         node = stack.pop()
         contraction = nodes.name(node) in nodes.CONTRACTION | nodes.SDPA
         for arg in nodes.inputs(node):
-            follow = free[node] and (not contraction or (node is product and arg in candidate.carried) or _is_mask(node, arg))
+            follow = free[node] and (not contraction or (node in (product, candidate.values) and arg in candidate.carried) or _is_mask(node, arg))
             if not _replayable(arg) or arg in facts.nested or not _own_memory(arg, facts):
                 continue
             if product not in facts.no_grad and _stops_gradient(arg, facts):
                 if arg in candidate.carried:
                     raise Refused(Reason.NOT_EXPRESSIBLE, arg.name, "region", f"no gradient passes {nodes.name(arg)}")
-                continue                            # read through, it would let the gradient pass
+                if not _for_a_maximum(arg):
+                    continue                        # read through, it would let the gradient pass
             if not follow and (not _transparent(arg) or facts.mutations.get(nodes.storage(arg) or 0)):
                 continue                            # an operand whose memory is changed is read as it is at the product
             changes = _changes(arg, product, facts, free)
@@ -163,12 +170,21 @@ def _own_memory(node: Node, facts: GraphFacts) -> bool:
 def _stops_gradient(node: Node, facts: GraphFacts) -> bool:
     """Whether a gradient that arrives here is dropped (detach, or anything under no_grad) although what is read wants one."""
     wants = lambda n: any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(nodes.value(n)))
-    if not any(wants(a) for a in nodes.inputs(node)):
+    if not any(wants(a) for a in nodes.inputs(node)) or nodes.name(node) in _SHAPED:
         return False
     if node in facts.no_grad and nodes.mutated(node):
         raise Refused(Reason.INPLACE, node.name, "region", f"{nodes.name(node)} without a gradient")
     floats = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tree_leaves(nodes.value(node)))
     return floats and not wants(node)
+
+
+def _for_a_maximum(node: Node) -> bool:
+    """Whether a node that stops gradients takes a maximum, or is a view of one or of what maxima alone read: subtracted from its
+    own row it changes nothing, so its gradient does not matter."""
+    def largest(n: Node) -> bool:
+        return nodes.name(n) in _MAXIMA or nodes.name(n) in ("getitem", "detach") and largest(nodes.inputs(n)[0])
+
+    return largest(node) or nodes.name(node) == "detach" and bool(node.users) and all(nodes.name(u) in _MAXIMA for u in node.users)
 
 
 def _transparent(node: Node) -> bool:
@@ -212,7 +228,7 @@ def scores_observer(region: Region, chain: set[Node]) -> Node | None:
     return None
 
 
-def _text(body: list[Node], read: list[Node], product: Node, late: frozenset[Node]) -> str:
+def _text(body: list[Node], read: list[Node], product: Node, late: frozenset[Node], stopped: frozenset[Node]) -> str:
     """Canonical text: operations with their arguments numbered from the slice's own start, and what the inputs look like."""
     local = {n: f"%{k}" for k, n in enumerate([*read, *body])}
     lines = [f"{local[n]} = input {describe(nodes.value(n))}" for n in read]
@@ -222,7 +238,8 @@ def _text(body: list[Node], read: list[Node], product: Node, late: frozenset[Nod
         lines.append(f"{local[n]} = {n.op} {n.target if n.op != 'call_function' else _qualified(n.target)} {args!r} {describe(nodes.value(n))}")
     shape = nodes.value(product)
     layout = merge_order(product, shape.dim()) if isinstance(shape, torch.Tensor) else None
-    return "\n".join([*lines, f"return {local[product]} to {layout}, changed later {[local[n] for n in local if n in late]}"])
+    return "\n".join([*lines, f"return {local[product]} to {layout}, changed later {[local[n] for n in local if n in late]}",
+                      f"no gradient from {[local[n] for n in local if n in stopped]}"])
 
 
 def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:

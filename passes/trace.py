@@ -43,7 +43,8 @@ def arguments(call: Call, count: int, *defaults: Any) -> tuple[Any, ...]:
 class Value:
     """A tensor of the record: its shape as integer programs, and the call (and which of its results) that made it.
 
-    `nodes` are the nodes of the original graph that hold this very tensor, so that it can be handed to a kernel.
+    `nodes` are the nodes of the original graph that hold this very tensor, so that it can be handed to a kernel. With
+    `stopped` it sends no gradient to what it was made from.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Value:
     output: int = 0
     constant: torch.Tensor | None = None
     nodes: list[torch.fx.Node] = field(default_factory=list)
+    stopped: bool = False
 
     @property
     def kind(self) -> str:

@@ -22,7 +22,8 @@ LOW = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Case:
-    """`score` (and `weight`) as the spec prints them where the chain must be rewritten, `reason` where it must not be."""
+    """`score` (and `weight`, and what `rows` without a key are) as the spec has them where the chain must be rewritten, `reason`
+    where it must not be."""
 
     name: str
     fn: Callable[..., Tensor | tuple[Tensor, ...]]
@@ -31,6 +32,7 @@ class Case:
     weight: str = "p"
     reason: Reason | None = None
     train: bool = True
+    rows: str = "nan"
 
     def __str__(self) -> str:
         return self.name
@@ -60,10 +62,10 @@ def plus(base: Callable[[torch.Generator], tuple[Tensor, ...]], *more: Callable[
 
 
 def case(score: str | None = None, inputs: Callable[[torch.Generator], tuple[Tensor, ...]] = qkv, weight: str = "p", reason: Reason | None = None,
-         train: bool = True) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+         train: bool = True, rows: str = "nan") -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Enter a function as a row under its own name."""
     def enter(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train))
+        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train, rows))
         return fn
     return enter
 
@@ -177,6 +179,13 @@ def scale_along_depth(q, k, v, c):
 def causal_tril(q, k, v):
     keep = torch.ones(LK, LK, dtype=torch.bool).tril()
     return (q @ t(k)).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+
+@case("where(j <= i, s, -1e+09)", square)
+def causal_by_a_tensor_like_the_scores(q, k, v):
+    s = q @ t(k)
+    keep = torch.ones_like(s, dtype=torch.bool).tril()
+    return torch.where(keep, s, torch.full_like(s, -1e9)).softmax(-1) @ v
 
 
 @case("s + where(j <= i, 0, -inf)", square)
@@ -516,6 +525,6 @@ def integer_queries(q, k, v):
     return (q @ t(k)).float().softmax(-1) @ v
 
 
-@case(inputs=lambda g: tuple(torch.complex(rn(g, B, H, 5, 4), rn(g, B, H, 5, 4)) for _ in range(3)), reason=Reason.NO_SCORE_PRODUCT, train=False)
+@case(inputs=lambda g: tuple(torch.complex(rn(g, B, H, 5, 4), rn(g, B, H, 5, 4)) for _ in range(3)), reason=Reason.UNKNOWN_OP, train=False)
 def complex_queries(q, k, v):
     return (q @ t(k)).real.softmax(-1).to(v.dtype) @ v

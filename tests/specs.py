@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -99,6 +100,15 @@ def left_padded(s: dict[str, int], g: torch.Generator) -> torch.Tensor:
     return keep
 
 
+def odd_rows(s: dict[str, int], g: torch.Generator) -> torch.Tensor:
+    """Ordinary numbers, but for every fifth query +inf, NaN or -inf in turn."""
+    out = torch.randn(s["b0"], s["i"], generator=g)
+    for n, odd in enumerate((math.inf, math.nan, -math.inf)):
+        out[:, n + 1::15] = odd
+    return out
+
+
+ODD_ROWS = Captured("rows", "float32", 2, odd_rows)
 PADDING = Captured("padding", "bool", 2, left_padded)
 padding = load(3, (b0, j), "bool")
 whole = lambda low, high, *names: (lambda s, g: torch.randint(low, high, [s[n] for n in names], generator=g))
@@ -124,6 +134,13 @@ CASES: tuple[Case, ...] = (
     Case("causal_padding_zero", where(both(CAUSAL, padding), SCALED, const(INF)), captured=(PADDING,), empty_rows="zero"),
     Case("causal_padding_repaired", where(both(CAUSAL, padding), SCALED, const(INF)), where(both(CAUSAL, padding), WEIGHT, const(0.0)),
          captured=(PADDING,)),
+    Case("repaired", where(both(CAUSAL, padding), SCALED, const(INF)), captured=(PADDING,), empty_rows="repaired"),
+    Case("repaired_rows", add(add(SCALED, where(CAUSAL, const(0.0), const(INF))), load(4, (b0, i), "float")), captured=(PADDING, ODD_ROWS),
+         empty_rows="repaired"),
+    Case("repaired_min", where(both(CAUSAL, padding), add(SCALED, load(4, (b0, i), "float")), const(MIN)), captured=(PADDING, ODD_ROWS),
+         empty_rows="repaired"),
+    Case("repaired_sinks", where(padding, SCALED, const(INF)), mul(WEIGHT, Expr("keep", attr=(0, 0.25))),
+         captured=(PADDING, Captured("sinks", "float32", 2, odd_rows)), extra_terms=(load(4, (b0, i), "float"),), empty_rows="repaired"),
     Case("padding", where(padding, SCALED, const(INF)), captured=(PADDING,)),
     Case("two_fills", where(CAUSAL, where(padding, SCALED, const(MIN)), const(INF)), captured=(PADDING,)),
     Case("bottom_right", where(le(j, add(i, past)), SCALED, const(INF))),

@@ -183,6 +183,20 @@ def test_statistics_give_the_weights(name: str, seed: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("name", ("repaired_rows", "repaired_min", "repaired_sinks", "causal_padding_zero"))
+def test_rows_that_are_zero_are_told_by_their_maximum(name: str, seed: int) -> None:
+    """By which any backward knows them."""
+    from attnfuse import walker
+
+    for dtype in (torch.float32, torch.float16):
+        operands, sizes = BY_NAME[name].inputs(Shape((1, 2), 20, 20), dtype, seed)
+        spec = BY_NAME[name].spec(str(dtype).removeprefix("torch."))
+        drop = torch.tensor([seed]) if spec.dropouts else None
+        (_, generated), (_, walked) = (one.forward(spec, operands, sizes, drop) for one in (launch, walker))
+        assert torch.equal(generated[..., 0] == float("-inf"), walked[..., 0] == float("-inf")) and bool((walked[..., 0] == float("-inf")).any())
+
+
+@interpreted
 def test_a_second_call_reuses_everything(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["plain"]
     operands, sizes = case.inputs(Shape(), torch.float32, seed)

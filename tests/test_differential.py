@@ -223,8 +223,8 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(
         sizes, longer, one("contiguous", "contiguous", "transposed", "strided", "expanded"), shared, one("none", "q", "k", "both", "tensor", "clone_"),
         one("matmul", "mT", "einsum", "bmm", "baddbmm", "turned", "permuted", "einsum_kq"), tuple(draw(st.lists(step, max_size=4))),
-        one("function", "function", "method", "float32", "by_hand", "plain_exp", "logsumexp", "log", "turned"),
-        rarely("gate", "filled", "dropout0", "eval", "repaired", "doubled_", "multiplied", "cast"), one("matmul", "einsum", "bmm", "left", "einsum_bhd"),
+        one("function", "function", "method", "float32", "by_hand", "plain_exp", "logsumexp", "log", "turned", "late", "detached"),
+        rarely("gate", "filled", "dropout0", "eval", "repaired", "refilled", "set_", "again", "again_late", "doubled_", "multiplied", "cast"), one("matmul", "einsum", "bmm", "left", "einsum_bhd"),
         one("expand", "interleave", "grouped"), rarely("scores", "weights", "mask", "view", "first"),
         rarely("bias_before", "bias_between", "bias_after", "k_between", "v_between", "result_", "merged_"),
         rarely("bias", "k", "v", "scores", "weights", "bias_no_grad", "scores_no_grad"), rarely("merge", "merge_flat", "other", "residual"),
@@ -419,6 +419,10 @@ def chain_of(plan: Plan, exact: bool = False) -> Chain:
         if plan.softmax == "by_hand":
             e = (s - s.amax(-1, keepdim=True)).exp()
             return e / e.sum(-1, keepdim=True)
+        if plan.softmax == "late":
+            return (s - s.amax(-1, keepdim=True)).exp()
+        if plan.softmax == "detached":
+            return F.softmax(s - s.detach().amax(-1, keepdim=True), dim=-1)
         if plan.softmax == "plain_exp":
             e = s.exp()
             return e / e.sum(-1, keepdim=True)
@@ -442,6 +446,17 @@ def chain_of(plan: Plan, exact: bool = False) -> Chain:
             return F.dropout(p, 0.4, False)
         if plan.after == "repaired":
             return torch.nan_to_num(p, 0.0)
+        if plan.after == "refilled":
+            return p.masked_fill(p.isnan().any(-1, keepdim=True), 0.0) * 0.5
+        if plan.after == "set_":
+            p = p * 1.0
+            p[p != p] = 0.0
+            return p
+        if plan.after == "again":
+            p = p * (torch.arange(m) != 1)
+            return p / p.sum(-1, keepdim=True)
+        if plan.after == "again_late":
+            return p.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + 1, 0.0)
         if plan.after == "doubled_":
             return (p * 1.0).mul_(2.0)
         if plan.after == "multiplied":
@@ -540,12 +555,15 @@ def chain_of(plan: Plan, exact: bool = False) -> Chain:
             k.add_(1.0)
         if plan.change == "bias_after":
             s = s + bias
-        p = adjusted(weighed(s), gate)
+        w = weighed(s)
+        p = adjusted(w, gate)
         if plan.stop == "weights":
             p = p.detach()
         if plan.change == "v_between":
             v.mul_(2.0)
         o = summed(p.to(v.dtype), v)
+        if plan.softmax == "late" or plan.after == "again_late":
+            o = o / (p if plan.after == "again_late" else w).sum(-1, keepdim=True)
         if plan.change == "bias_after":
             bias.zero_()
         if plan.change == "result_":
@@ -692,6 +710,91 @@ def maximum_of_some_columns(q, k, v):
     """which are -inf in a row where others are not"""
     s = s_(q, k).masked_fill((torch.arange(LK)[:, None] == 2) & (torch.arange(LK) < 3), -math.inf)
     return (s - s[..., :3].amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+@near(qkv(bias), refused=False)
+def maximum_of_a_bias_without_gradient(q, k, v, b):
+    return (s_(q, k) + b.amax(-2, keepdim=True).detach()).softmax(-1) @ v
+
+
+@near(qkv(bias), refused=False)
+def maximum_of_a_detached_bias(q, k, v, b):
+    with torch.no_grad():
+        most = b.max(-2, keepdim=True).values
+    return (s_(q, k) + b.detach().amax(-2, keepdim=True) + most).softmax(-1) @ v
+
+
+@near(refused=True)
+def scaled_by_a_detached_maximum(q, k, v):
+    s = s_(q, k)
+    return (s / s.detach().amax(-1, keepdim=True).exp()).softmax(-1) @ v
+
+
+@near(qkv(bias), refused=True)
+def larger_of_two_detached(q, k, v, b):
+    s = s_(q, k)
+    return (s - torch.max(s, b).detach()).softmax(-1) @ v
+
+
+@near(refused=True)
+def detached_maximum_over_queries(q, k, v):
+    s = s_(q, k)
+    return (s - s.detach().amax(-2, keepdim=True)).softmax(-1) @ v
+
+
+@near(refused=True)
+def detached_scores_compared(q, k, v):
+    s = s_(q, k)
+    return s.masked_fill(s.detach() < s.detach().amax(-1, keepdim=True) - 1.0, -1e9).softmax(-1) @ v
+
+
+@near(refused=True)
+def normalised_by_a_detached_sum(q, k, v):
+    e = s_(q, k).exp()
+    return (e @ v) / e.sum(-1, keepdim=True).detach()
+
+
+@near(qkv(lambda: torch.rand(LK, LK) > 0.5), refused=False)
+def elements_assigned_by_a_mask(q, k, v, m):
+    a = torch.zeros(LK, LK)
+    a[m] = -1.0
+    a[m[0]] = 2.0
+    return (s_(q, k) + a).softmax(-1) @ v
+
+
+@near(qkv(lambda: torch.rand(LK) > 0.5))
+def rows_assigned_by_a_mask(q, k, v, m):
+    a = torch.zeros(LK, LK)
+    a[m] = torch.arange(LK) * 0.1
+    return (s_(q, k) + a).softmax(-1) @ v
+
+
+@near()
+def rows_assigned_by_number(q, k, v):
+    a = torch.zeros(LK, LK)
+    a[torch.tensor([1, 3])] = 0.5
+    return (s_(q, k) + a).softmax(-1) @ v
+
+
+@near(train=False, refused=True)
+def weights_changed_behind_the_product(q, k, v):
+    p = s_(q, k).softmax(-1) * 1.0
+    o = p.detach() @ v
+    p[p != p] = 0.0
+    return o, p * 2.0
+
+
+@near(qkv(lambda: torch.rand(B, LK) > 0.5), refused=False)
+def exponentials_of_a_masked_row(q, k, v, m):
+    """whose sum is 0: NaN for every value"""
+    s = s_(q, k)
+    e = (s - s.amax(-1, keepdim=True)).exp() * (m[:, None, None] & (torch.arange(LK) > 1)[:, None])
+    return (e @ v) / e.sum(-1, keepdim=True)
+
+
+@near(qkv(lambda: torch.randn(B, LK)), train=False, refused=True)
+def gate_of_another_softmax(q, k, v, x):
+    return (x[:, None, None, :] + torch.zeros(LK, 1)).softmax(-1) * s_(q, k).softmax(-1) @ v
 
 
 @near(qkv(lambda: torch.randn(B, LK)), refused=False)

@@ -16,7 +16,7 @@ from attnfuse.passes.views import VIEWS
 from attnfuse.program import Env, axis, evaluate
 
 RULES = {**VIEWS, **POINTWISE}
-WHOLE_CHAIN = {"_softmax", "_product", "_dropout", "_sum", "_max", "_logsumexp"}
+WHOLE_CHAIN = {"_softmax", "_product", "_dropout", "_sum", "_max", "_any", "_logsumexp"}
 """Rules that mean something only inside a chain: tests/cases.py has rows for each."""
 
 

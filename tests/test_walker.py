@@ -42,6 +42,8 @@ def dropping(p: float) -> Expr:
     return mul(WEIGHT, Expr("keep", attr=(0, p)))
 
 
+ODD_ROWS = lambda: [torch.tensor([0.3, INF, -0.7, math.nan, 0.1, -INF, 1.2], dtype=torch.float64).repeat(2, 6)[:, :37]]
+GATE = where(le(apply("add", I, const(2)), J), const(0.5), const(1.0))
 BIAS = lambda rank: (("bias", "float64", rank),)
 BUCKET = load(3, (load(4, (I, J), "int"), B1), "float")
 TABLE = (("table", "float64", 2), ("bucket", "int64", 2))
@@ -61,6 +63,14 @@ CASES: dict[str, tuple[AttentionSpec, Extra]] = {
     "a smaller fill behind a larger": (attention(added(causal(S, -1e9), padding()), MASK), left_padding),
     "empty rows nan": (attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK), left_padding),
     "empty rows zero": (attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK, empty_rows="zero"), left_padding),
+    "repaired": (attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK, empty_rows="repaired"), left_padding),
+    "repaired by an added mask": (attention(added(causal(S, -INF), padding(), -INF), MASK, empty_rows="repaired"), left_padding),
+    "repaired rows of NaN and infinity": (attention(causal(add(S, load(3, (B0, I), "float")), FLOAT32_MIN), (("rows", "float64", 2),),
+                                                    empty_rows="repaired"), ODD_ROWS),
+    "repaired, gated and dropped": (attention(causal(add(S, load(3, (B0, I), "float"))), (("rows", "float64", 2),), weight=mul(dropping(0.3), GATE),
+                                              empty_rows="repaired"), ODD_ROWS),
+    "repaired with sinks": (attention(where(padding(4), S, const(-INF)), (("rows", "float64", 2), *MASK), extra_terms=(load(3, (B0, I), "float"),),
+                                      empty_rows="repaired"), lambda: [*ODD_ROWS(), *left_padding()]),
     "window": (attention(where(window(9), S, const(-INF))), list),
     "window of a head": (attention(where(le(apply("sub", I, J), add(B1, const(1))), S, const(-1e9))), list),
     "chunks": (attention(where(apply("and", CAUSAL, apply("eq", apply("floordiv", I, const(8)), apply("floordiv", J, const(8)))), S,
