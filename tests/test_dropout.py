@@ -125,6 +125,15 @@ def test_everything_dropped_is_zero(inner: str, seed: int) -> None:
     assert all(x.grad is not None and torch.equal(x.grad, torch.zeros_like(x)) for x in given)
 
 
+def test_one_key(seed: int) -> None:
+    """Its weight is 1, and kept twice as large or dropped, each row and head for itself."""
+    attend = optimised(0.5)
+    out = attend(torch.randn(4, 4, 64, 8), torch.randn(4, 4, 1, 8), torch.ones(4, 4, 1, 1))
+    count(1)
+    assert bool(((out == 0) | (out == 2)).all())
+    check_mask((out[0] / 2).double().reshape(4, 4, 8, 8), 0.5)
+
+
 class Revealed(nn.Module):
     """An attention that can be told to drop weights in evaluation too."""
 
