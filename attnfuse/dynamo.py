@@ -13,6 +13,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -84,7 +85,8 @@ class Backend:
         gm, report = analyse(gm, self.settings)
         self.reports.append(report)
         _last = report
-        return self._compiler()(gm, example_inputs)
+        compiled = self._compiler()(gm, example_inputs)
+        return naming_the_way_out(compiled) if report.rewritten else compiled
 
     def report(self) -> Report:
         """What happened to all graphs compiled so far."""
@@ -98,6 +100,42 @@ class Backend:
         from torch._dynamo.backends.registry import lookup_backend
         # Plain "eager" gives wrong gradients for dropout under activation checkpointing.
         return cast(Compiler, lookup_backend("aot_eager"))
+
+
+def naming_the_way_out(compiled: Compiled) -> Compiled:
+    """The compiled graph, whose second derivative is the error of `ops`, which says what to do instead.
+
+    PyTorch has none for compiled graphs and says only that. What it raises cannot be caught where it happens, in the engine:
+    so the gradients that could be differentiated again get a hook that comes first. What is more than a function, such as an
+    artefact that can be stored, stays what it is.
+    """
+    if not isinstance(compiled, FunctionType) or not torch.is_grad_enabled():
+        return compiled
+
+    def call(*args: Any) -> Any:
+        results = compiled(*args)
+        for x in results if isinstance(results, (tuple, list)) else (results,):
+            node = x.grad_fn if isinstance(x, torch.Tensor) else None
+            if node is not None and node.name() == "CompiledFunctionBackward":
+                node.register_hook(_refuse_the_next)   # one node, whatever the number of results
+                break
+        return results
+
+    # With what compilers leave on their functions, but for Dynamo's own marks, by which it would look through this one.
+    vars(call).update({name: value for name, value in vars(compiled).items() if not name.startswith("_torchdynamo")})
+    return call
+
+
+def _refuse_the_next(gradients: Sequence[Any], _: Any) -> None:
+    """Behind a backward pass: where its gradients are recorded (create_graph=True), differentiating them is an error."""
+    for g in gradients if torch.is_grad_enabled() else ():
+        if isinstance(g, torch.Tensor) and g.grad_fn is not None:
+            g.grad_fn.register_prehook(_refuse)
+
+
+def _refuse(_: Any) -> None:
+    from .ops import SECOND_DERIVATIVE
+    raise NotImplementedError(SECOND_DERIVATIVE)
 
 
 def make(settings: Settings, inner: Inner = "inductor", mode: str | None = None, options: Mapping[str, Any] | None = None,

@@ -124,8 +124,9 @@ class _Spec:
         return next(level for level in fit if level.saved == most)
 
     def _check_dropout(self, weight: Expr) -> None:
-        """Dropout counts by position: every position must have drawn its own number."""
-        axes = {f"x{n}" for n, s in enumerate(self.out.shape) if s != const(1)} - {self.parts.e} | {"j"}
+        """Dropout counts by position: every position must have drawn its own number. An axis of length 1 has one position."""
+        lengths = {f"x{n}": s for n, s in enumerate(self.out.shape)} | {"j": self.parts.lift.algebra.lengths["j"]}
+        axes = {x for x, s in lengths.items() if s != const(1)} - {self.parts.e}
         for x in walk(weight):
             if x.op == "keep":
                 drawn = frozenset().union(*(depends(e) for e in self.parts.lift.streams[x.attr[0]][1]))  # type: ignore[index]

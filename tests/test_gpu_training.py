@@ -50,9 +50,9 @@ def test_backward_drops_what_forward_dropped(inner: str, seed: int) -> None:
     p = 0.3
     attend = attnfuse.optimize(dropping(p), inner=inner)
     torch.manual_seed(seed)
-    factor = kept(attend(*(x.requires_grad_() for x in revealing(2, 3, 150, device="cuda")))[0].detach(), p) / (1 - p)
-    leaves = [torch.randn(2, 3, 150, n, device="cuda") for n in (8, 8, 150)]
-    upstream = torch.randn(2, 3, 150, 150, device="cuda")
+    factor = kept(attend(*(x.requires_grad_() for x in revealing(2, 3, 100, device="cuda")))[0].detach(), p) / (1 - p)
+    leaves = [torch.randn(2, 3, 100, n, device="cuda") for n in (8, 8, 100)]
+    upstream = torch.randn(2, 3, 100, 100, device="cuda")
     found: list[list[Tensor]] = []
     for formula in (lambda *x: attend(*x)[0], lambda *x: masked_attention(*x, factor)):
         given = [x.clone().requires_grad_() for x in leaves]

@@ -53,7 +53,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
 
 def test_the_page_on_training_runs(tmp_path: Path) -> None:
     assert len(blocks(DOCS / "training.md", "python")) >= 6
-    run(DOCS / "training.md", tmp_path, "training_page")
+    assert "no second derivative" in run(DOCS / "training.md", tmp_path, "training_page")
     report = attnfuse.last_report()
     assert report is not None and report.rewritten == len(report.sites) == 1
 

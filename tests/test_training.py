@@ -131,6 +131,9 @@ def test_gradcheck_of_optimised_chains(name: str, seed: int) -> None:
 
 # ---- higher order and transforms: what is right, and what says clearly that it is not
 
+WAYS_OUT = r'no second derivative.*set_stance."force_eager".*forward'
+
+
 def penalty(model: nn.Module, x: Tensor) -> Tensor:
     """The gradient of a gradient's norm, for the weights of the queries, keys and values."""
     x = x.clone().requires_grad_()
@@ -138,14 +141,19 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
     return torch.autograd.grad(grad.square().sum(), model.qkv.weight)[0]
 
 
-def test_second_derivatives_are_refused_and_have_two_ways_out(seed: int) -> None:
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_second_derivatives_are_refused_and_have_two_ways_out(inner: str, seed: int) -> None:
     block = Block(16, 2, 0.0)
     x = torch.randn(2, 8, 16)
     want = penalty(block, x)
-    attnfuse.optimize(block, inner="eager")
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):  # of torch.compile, whatever the backend
+    attnfuse.optimize(block, inner=inner)
+    with pytest.raises(NotImplementedError, match=WAYS_OUT):
         penalty(block, x)
     fused(block, 1)
+    for create in (False, True):                       # the first derivative is not touched
+        y = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(block(y).square().sum(), y, create_graph=create)
+        torch.testing.assert_close(grad, torch.autograd.grad(block.forward(y).square().sum(), y)[0])
     with torch.compiler.set_stance("force_eager"):
         torch.testing.assert_close(penalty(block, x), want)
     torch.testing.assert_close(penalty(Direct(block), x), want)
@@ -165,7 +173,7 @@ class Direct(nn.Module):
 def test_the_operator_names_the_ways_out_of_a_second_derivative(seed: int) -> None:
     """Where no compiler stands between: a graph that an own inner compiler runs as it is."""
     block = attnfuse.optimize(Block(16, 2, 0.0), inner=lambda gm, inputs: gm.forward)
-    with pytest.raises(NotImplementedError, match=r'no second derivative.*set_stance."force_eager".*forward'):
+    with pytest.raises(NotImplementedError, match=WAYS_OUT):
         penalty(block, torch.randn(2, 8, 16))
     fused(block, 1)
 
