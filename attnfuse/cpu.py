@@ -1,9 +1,10 @@
 """Plain attention on the CPU, handed to PyTorch's own fused kernel (the one behind ``scaled_dot_product_attention``).
 
 Plain means: the score is ``c·dot`` plus a term of the key only (a padding mask, never T×T), or ``c·dot`` under the causal
-bound ``j <= i``; the weights are used as they are, or with NaN repaired (the log-sum-exp tells where). Under ``j <= i`` every row has a live key, so a finite fill has weight
-exactly 0 and is the same as -inf. A padding mask is given to the kernel only if every row has a live key, which is looked up at
-each call: a row without one is uniform or NaN, and its log-sum-exp, one number, could not tell how many keys share it.
+bound ``j <= i``; the weights are used as they are, or with NaN repaired (the log-sum-exp tells where). Under ``j <= i`` every
+row has a live key, so a finite fill has weight exactly 0 and is the same as -inf. A padding mask is given to the kernel only if
+every row has a live key, which is looked up at each call: a row without one is uniform or NaN, and its log-sum-exp, one
+number, could not tell how many keys share it.
 
 Statistics are (log-sum-exp, 0), which any backward understands.
 """

@@ -460,7 +460,7 @@ class Forward:
         if spec.empty_rows == "zero":
             w.line("result = tl.where(row_sum[:, None] == 0.0, 0.0, acc / row_sum[:, None])")
         elif spec.empty_rows == "repaired":
-            w.line("result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)        # where the sum is 0 or NaN, so are the weights")
+            w.line("result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)        # the sum may be NaN")
         elif repaired:
             w.line("result = tl.where((empty & (kept == 0))[:, None], 0.0, acc / row_sum[:, None])")
         else:

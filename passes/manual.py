@@ -130,7 +130,7 @@ def normalised(lift: Lift, weight: Expr) -> Normalised | None:
     if bound(score):
         return None
     if not stable and not tame(score):
-        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "exponentials without their maximum are no softmax where a number masks a whole row")
+        raise Refused(Reason.NO_VALUE_PRODUCT, "", "lift", "exponentials without their maximum, of scores that may hold a finite mask")
     return Normalised(out, score, kept, stable or by_logarithm)
 
 

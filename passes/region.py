@@ -23,7 +23,7 @@ from .find import Candidate, observed
 _MOST = 600
 """Nodes of a slice; further ones become its inputs."""
 _CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
-_SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
+_SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"})
 """They ask a tensor for its shape and dtype, not for its values."""
 _MAXIMA = frozenset({"amax", "max"})
 _ENTER = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"})

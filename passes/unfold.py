@@ -117,7 +117,7 @@ def _softmax(lift: Lift, weight: Expr) -> tuple[Expr, Expr, tuple[Expr, ...], bo
     if by_hand.kept != TRUE or extra:
         if not tame(score):
             # A weight that a number made 0, as finfo.min does, is 0 / 0 when it is all that is left: NaN, not a uniform row.
-            raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "weights that are normalised again after a mask, and whose scores may hold another")
+            raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", "weights normalised again behind a mask, whose scores may hold a finite one")
         score = lift.simplify(where(by_hand.kept, score, const(-math.inf)))
     return by_hand.weight, score, (), by_hand.rows
 
