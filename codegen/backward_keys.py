@@ -16,7 +16,7 @@ from ..program import Expr, depends
 from ..ranges import Bound
 from ..spec import Access, AttentionSpec
 from .backward import Recomputed
-from .forward import Kernel
+from .emission import Kernel
 from .jobs import Job
 from .owners import owned, shared_axes
 from .plan import KernelPlan

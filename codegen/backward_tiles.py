@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from .backward import Recomputed
-from .forward import Kernel
+from .emission import Kernel
 from .scores import Body
 from .writer import Writer
 

@@ -13,7 +13,7 @@ from .. import origin
 from ..ranges import analyse, key_range
 from ..reference import reference
 from ..spec import AttentionSpec, dtype_of
-from .forward import Kernel
+from .emission import Kernel
 from .jobs import Job
 from .plan import KernelPlan, Request, predict
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from ..reference import check_call
 from ..program import Expr, walk
+from ..reference import check_call
 from ..spec import AttentionSpec, dtype_of
 from . import cache, header
 from .arguments import Unsupported, number
-from .forward import Kernel, emit
+from .emission import Kernel
+from .forward import emit
 from .plan import KernelPlan, candidates
 from .reads import described, descriptor
 from .tiles import Device, present
@@ -60,7 +61,7 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
 def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
              sizes: Sequence[int], seed: torch.Tensor | None, needs: Sequence[bool]) -> list[torch.Tensor | None]:
     """The gradients of the operands that `needs` names: `launch_backward.backward`."""
-    from . import launch_backward       # which is built on this module
+    from . import launch_backward  # which is built on this module
 
     return launch_backward.backward(spec, grad_out, operands, out, stats, sizes, seed, needs)
 

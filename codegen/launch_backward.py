@@ -22,7 +22,8 @@ from ..spec import Access, AttentionSpec
 from ..walker import backward_extra_terms
 from . import cache, header, launch
 from .arguments import Unsupported, number
-from .backward import chain, emit, flat, row_buffers, sweeps
+from .backward import emit
+from .chain import chain, flat, row_buffers, sweeps
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan

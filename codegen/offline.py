@@ -19,7 +19,8 @@ from ..spec import AttentionSpec, dtype_of
 from . import launch, launch_backward
 from .arguments import Size, number
 from .backward import emit as emit_backward
-from .forward import Kernel, emit
+from .emission import Kernel
+from .forward import emit
 from .jobs import Job
 from .plan import KernelPlan
 from .tiles import known

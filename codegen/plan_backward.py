@@ -9,7 +9,7 @@ import math
 
 from ..ranges import analyse
 from ..spec import AttentionSpec
-from .backward import types
+from .chain import types
 from .jobs import Job, Kind
 from .plan import HALF, KernelPlan, Request, Shape, element_bytes, gathers, reads_by_descriptor, tile_loads
 from .tiles import Device, padded

@@ -1,0 +1,108 @@
+"""The emitter of the kernel of dQ, with forward's loops; and of the gradients of what the programs read once for a query."""
+from __future__ import annotations
+
+from ..program import Expr, depends
+from .backward import Recomputed
+from .exponent import LOG2E
+from .jobs import Captured
+from .scores import Body, level, literal
+from .writer import Writer
+
+
+class Queries(Recomputed):
+    """One emission of a kernel that owns tiles of queries, with forward's loops: of dQ and of captured reads by row."""
+
+    def _load_query(self, query: Writer, bases: Writer) -> None:
+        super()._load_query(query, bases)
+        query.gap("load the gradient of the result, and what the rows are normalised by")
+        reader, terms = self._grad_out_reader()
+        if terms:
+            query.line(f"grad_out_ptr += {' + '.join(terms)}")
+        query.line(f"do = {self._cast_between(reader.tile(True, self.e_padded), self.spec.out_dtype, self.types.arrived)}")
+        query.extend(self._first_row(dense=bool(self.job.captured)))
+        names = dict.fromkeys([*self.chain.rows(True), *self.chain.rows(False), *(["delta"] if self.job.slopes else [])])
+        query.extend(self._rows(list(names), mask=True))
+
+    @property
+    def _corrected(self) -> tuple[Captured, ...]:
+        return tuple(c for c in self.job.captured if c.program == "score" and level(c.node) != "tile")
+
+    def _state(self, w: Writer) -> None:
+        if self.sweeps:
+            w.gap("a tile with a row that saw no allowed key, whose weights are those of ALL keys, takes every key through the whole program")
+            row = "shift" if self.chain.folded else "largest"
+            below = literal(self.chain.seen_above * (LOG2E if self.chain.folded else 1.0))
+            w.line(f"some_unseen = tl.max((m_mask & (({row} > {below}) ^ True)).to(tl.int32), 0) > 0        # NaN is not seen either")
+            if self.lowers:
+                w.line("start = tl.where(some_unseen, 0, start)")
+                w.line("full_start = tl.where(some_unseen, 0, full_start)")
+            w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
+            if self.bounded:
+                w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
+                self.stop = "stop"
+        w.gap()
+        if self.job.query:
+            w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")
+        self._zero_sums(w, "[BLOCK_M]")
+        for name in (*(f"{self.sums[c]}_slope" for c in self._corrected), *(("total", "mass") if self._corrected else ())):
+            w.line(f"{name} = tl.zeros([BLOCK_M], tl.float32)")
+
+    def _sweep(self, w: Writer) -> None:
+        """Nothing: `_state` has widened the range already."""
+
+    def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
+        """One tile: scores, weights, their gradient, the product with K."""
+        body, types, inside = Body(self.programs, masked), self.types, not masked
+        weights = self._weights(body, inside)
+        if masked and self._corrected:
+            weights.append("p = tl.where(n_mask[None, :], p, 0.0)")
+        gradients = self._gradients(body, inside, "n_mask[None, :]" if masked else "")
+        key, value = (self.spec.operands[a.operand].dtype for a in (self.spec.key, self.spec.value))
+        has_dot = "dot" in depends(self.chain.inside if inside else self.chain.score)
+        self._columns(w, masked)
+        if has_dot or self.job.query:
+            w.line(f"k = {self.readers['k'].tile(masked, self.d_padded)}")
+        w.extend(body.moving)
+        if has_dot:
+            w.line(f"qk = tl.dot(q, tl.trans({self._cast_between('k', key, types.score)}){self._precise(types.score)})")
+        w.extend(weights)
+        w.line(f"v = {self.readers['v'].tile(masked, self.e_padded)}")
+        w.line(f"dp = tl.dot(do, tl.trans({self._cast_between('v', value, types.arrived)}){self._precise(types.arrived)})")
+        w.extend(gradients)
+        if not self.job.query:
+            return
+        if masked:
+            w.line("ds = tl.where(n_mask[None, :], ds, 0.0)")
+        rounded = self._cast_between("ds", "float32", types.slope)
+        w.line(f"dq = tl.dot({rounded}, {self._cast_between('k', key, types.slope)}, dq{self._precise(types.slope)})")
+
+    def _add_captured(self, one: Captured, tile: str) -> list[str]:
+        """Row sums stay in registers; a gradient for every score is stored at once."""
+        if level(one.node) != "tile":
+            return super()._add_captured(one, tile)
+        self.arguments.pointer(f"{one.label}_ptr", one.label)
+        place = f"{one.label}_ptr + (first_row + offs_m)[:, None] * n_keys + offs_n[None, :]"
+        return [f"tl.store({place}, {tile}, mask=m_mask[:, None] & (offs_n < n_keys)[None, :])"]
+
+    def _epilogue(self, w: Writer) -> None:
+        if self._corrected:
+            w.gap("what delta should have been: the weights add up to one but for rounding, unless there are terms without values or no weights")
+            w.line(f"delta -= {'total' if self.spec.extra_terms else 'tl.where(mass > 0.5, total / mass, total)'}")
+            for one in self._corrected:
+                w.line(f"{self.sums[one]} += delta * {self.sums[one]}_slope")
+        w.gap("epilogue: the scores' own factor, store" if self.job.query else "epilogue: store")
+        for one, name in self.sums.items():
+            if level(one.node) != "tile":
+                self.arguments.pointer(f"{one.label}_ptr", one.label)
+                w.line(f"tl.store({one.label}_ptr + first_row + offs_m, {name}, mask=m_mask)")
+        if not self.job.query:
+            return
+        self.arguments.pointer("grad_q_ptr", "grad_q")
+        terms = self._strides(self.spec.query, "grad_q", ("i", "d"), ("m", "d"), tensor="grad_q")
+        if terms:
+            w.line(f"grad_q_ptr += {' + '.join(terms)}")
+        mask = "m_mask[:, None] & d_mask[None, :]" if self.d_padded else "m_mask[:, None]"
+        place = "grad_q_ptr + offs_m[:, None] * grad_q_stride_m + offs_d[None, :] * grad_q_stride_d"
+        value = self._scaled("dq")
+        value = f"({value})" if value != "dq" else value
+        w.line(f"tl.store({place}, {value}.to(grad_q_ptr.dtype.element_ty), mask={mask})")

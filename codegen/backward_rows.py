@@ -1,0 +1,76 @@
+"""The emitter of the kernel that prepares the rows: delta, what scores are normalised by, and which rows saw no allowed key."""
+from __future__ import annotations
+
+from .backward import Recomputed
+from .chain import row_buffers
+from .exponent import LOG2E
+from .scores import literal
+from .writer import Writer
+
+
+class Rows(Recomputed):
+    """One emission of the kernel that prepares the rows."""
+
+    def _inputs(self) -> None:
+        for name in ("out", "grad_out", "stats"):
+            self.arguments.pointer(f"{name}_ptr", name)
+
+    def _which_tile(self, w: Writer) -> None:
+        self.programs.size("i")
+        w.line("# which queries of which attention")
+        w.line("n_tiles = tl.cdiv(n_queries, BLOCK_M)")
+        w.line("pid = tl.program_id(0)")
+        w.line("batch = pid // n_tiles")
+        self._positions(w, "batch", [(n, self.programs.size(n)) for n in self.spec.batch])
+        wide = ".to(tl.int64)" if self.plan.index_bits == 64 else ""
+        w.line(f"offs_m = {'(' if wide else ''}pid % n_tiles * BLOCK_M + tl.arange(0, BLOCK_M){')' if wide else ''}{wide}")
+        w.line("m_mask = offs_m < n_queries")
+        self._depths(w, "e")
+
+    def _load_query(self, query: Writer, bases: Writer) -> None:
+        mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
+        query.gap("delta: what the gradients of a row's scores have to lose to add up to nothing")
+        for name, tensor in (("o", "out"), ("do", "grad_out")):
+            terms = self._row_strides(tensor, tensor)
+            if terms:
+                query.line(f"{tensor}_ptr += {' + '.join(terms)}")
+            place = f"{tensor}_ptr + offs_m[:, None] * {tensor}_stride_m + offs_e[None, :] * {tensor}_stride_e"
+            query.line(f"{name} = tl.load({place}, mask={mask}, other=0.0).to(tl.float32)")
+        query.line("delta = tl.sum(do * o, 1)")
+
+    def _range(self, w: Writer) -> None:
+        """Nothing: there are no keys."""
+
+    def _state(self, w: Writer) -> None:
+        """Nothing: there is no loop."""
+
+    def _loops(self, w: Writer) -> None:
+        w.gap("what the scores of a row are shifted by before exp2")
+        w.extend(self._first_row(dense=True))
+        w.line("largest = tl.load(stats_ptr + (first_row + offs_m) * 2, mask=m_mask, other=0.0)")
+        w.line("total = tl.load(stats_ptr + (first_row + offs_m) * 2 + 1, mask=m_mask, other=0.0)")
+        if self.spec.empty_rows != "nan":
+            w.line('empty = largest == float("-inf")        # every weight of such a row is 0')
+            w.line("largest = tl.where(empty, 0.0, largest)")
+            w.line('total = tl.where(empty, float("inf"), total)')
+        values = {"shift": f"(largest + total) * {LOG2E}", "largest": "largest", "log_sum": f"total * {LOG2E}", "delta": "delta"}
+        for name in row_buffers(self.chain):
+            value = values[name]
+            self.arguments.pointer(f"{name}_ptr", name)
+            w.line(f"tl.store({name}_ptr + scratch_row + offs_m, {value}, mask=m_mask)")
+        if self.sweeps:
+            self._mark(w)
+
+    def _mark(self, w: Writer) -> None:
+        """The first and the last query without an allowed key; maxima, so the order of the programs does not matter."""
+        w.gap("the queries [n_queries - first, last) hold all rows that saw no allowed key: those count for keys beyond their bounds")
+        self.arguments.pointer("unseen_ptr", "unseen")
+        w.line(f"unseen = m_mask & ((largest > {literal(self.chain.seen_above)}) ^ True)        # NaN is not seen either")
+        narrow = ".to(tl.int32)" if self.plan.index_bits == 64 else ""
+        w.line(f"first = tl.max(tl.where(unseen, (n_queries - offs_m){narrow}, 0), 0)")
+        w.line(f"last = tl.max(tl.where(unseen, (offs_m + 1){narrow}, 0), 0)")
+        w.line("tl.atomic_max(unseen_ptr + batch.to(tl.int64) * 2, first, mask=last > 0)")
+        w.line("tl.atomic_max(unseen_ptr + batch.to(tl.int64) * 2 + 1, last, mask=last > 0)")
+
+    def _epilogue(self, w: Writer) -> None:
+        """Nothing: everything is stored."""

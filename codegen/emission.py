@@ -1,0 +1,183 @@
+"""What every emitter does: names and arguments, tensors read at affine places, the frame of a generated function."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..algebra import affine, simplify
+from ..program import Expr, const, loads
+from ..ranges import Ranges, analyse
+from ..spec import Access, AttentionSpec
+from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsupported, on_host
+from .helpers import HELPERS
+from .plan import KernelPlan
+from .reads import ROLES, Reader, block_of, index_of, place_of
+from .scores import Body, Programs, level, prepare
+from .writer import Writer
+
+RESERVED = (
+    "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max "
+    "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
+    "stop_tile unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
+    "BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights d_mask e_mask out_stride_m out_stride_e q_stride_m q_stride_d k_stride_n k_stride_d "
+    "v_stride_n v_stride_e q_desc k_desc v_desc i j d e").split() + list(HELPERS)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A generated function: its name, its source (helpers first), and how it is called: pointers, integers, then constants."""
+
+    name: str
+    source: str
+    pointers: tuple[Pointer, ...]
+    integers: tuple[Integer, ...]
+    constants: tuple[tuple[str, int], ...]
+
+
+def words(spec: AttentionSpec, plan: KernelPlan) -> list[str]:
+    """What the name of a kernel says of its attention."""
+    bounds, found = analyse(spec).bounds, []
+    if any(b.slope and b.side == "upper" for b in bounds):
+        found.append("window" if any(b.slope and b.side == "lower" for b in bounds) else "causal")
+    found += [word for word, there in (("sinks", spec.extra_terms), ("bias", any(level(x) == "tile" for x in loads(spec.score))),
+                                       ("dropout", spec.dropouts)) if there]
+    found.append(f"d{plan.depth}" + (f"x{plan.value_depth}" if plan.value_depth != plan.depth else ""))
+    return [*found, spec.operands[spec.query.operand].dtype]
+
+
+class Emission:
+    """One emission of one kernel. `programs` collects arguments and hoisted lines while the loop bodies are written, so those come first.
+
+    Attributes:
+        reserved: names that the text uses itself.
+        fixed: which vectors stay the same through the kernel's loop, as of `Programs`.
+    """
+
+    reserved = RESERVED
+    fixed: Literal["row", "column"] = "row"
+
+    def __init__(self, spec: AttentionSpec, plan: KernelPlan) -> None:
+        self.spec, self.plan = spec, plan
+        self.arguments = Arguments()
+        self.names = Names(self.reserved)
+        constants = {"d": plan.depth, "e": plan.value_depth}
+        self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants, self.fixed)
+        self.ranges: Ranges = analyse(spec)
+
+    def name(self) -> str:
+        """Of the generated function."""
+        raise NotImplementedError
+
+    # ---- frame
+
+    @staticmethod
+    def _append(body: Writer, part: Writer) -> None:
+        """A section after the others, with a blank line between."""
+        if part.lines:
+            body.gap()
+            body.extend(part.lines)
+
+    def _wrap(self, body: Writer) -> Kernel:
+        name = self.name()
+        pointers, integers = self.arguments.ordered()
+        plan = self.plan
+        sizes = [a.name for a in integers if isinstance(a, Size)]
+        out = Writer()
+        for helper in sorted(self.programs.helpers):
+            out.extend(HELPERS[helper].strip("\n").split("\n"))
+            out.line()
+            out.line()
+        # A length of 1 or a multiple of 16 must not make another kernel.
+        out.call("@triton.jit(do_not_specialize=[", [f'"{n}"' for n in sizes], "])")
+        constants = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "BLOCK_E": plan.block_e}
+        text = "\n".join(body.lines)
+        used = tuple((n, v) for n, v in (*constants.items(), ("HEAD_DIM", plan.depth), ("VALUE_DIM", plan.value_depth)) if n in text)
+        out.call(f"def {name}(", [*(p.name for p in pointers), *(a.name for a in integers), *(f"{n}: tl.constexpr" for n, _ in used)], "):")
+        out.extend(f"    {line}" if line else "" for line in body.lines)
+        return Kernel(name, out.text(), pointers, integers, used)
+
+    # ---- places
+
+    def _positions(self, w: Writer, rest: str, axes: Sequence[tuple[str, str]]) -> None:
+        """Split a row-major number into positions along axes, each given with the text of its length."""
+        for number, (name, length) in reversed(list(enumerate(axes))):
+            axis = self.programs.axis(name)
+            if number == 0:
+                w.line(f"{axis} = {rest}")
+            elif number == 1:
+                w.line(f"{axis} = {rest} % {length}")
+                rest = f"{rest} // {length}"
+            else:
+                outer = self.names.of(("outer", name), f"outer_{name}")
+                w.line(f"{axis} = {rest} % {length}")
+                w.line(f"{outer} = {rest} // {length}")
+                rest = outer
+
+    def _depths(self, w: Writer, names: str = "de") -> None:
+        """Positions along the head dimensions, with masks where the kernel pads them."""
+        plan = self.plan
+        wide = ".to(tl.int64)" if plan.index_bits == 64 else ""
+        self.d_padded, self.e_padded = plan.depth < plan.block_d, plan.value_depth < plan.block_e
+        for name in names:
+            w.line(f"offs_{name} = tl.arange(0, BLOCK_{name.upper()}){wide}")
+        if self.d_padded and "d" in names:
+            w.line("d_mask = offs_d < HEAD_DIM")
+        if self.e_padded and "e" in names:
+            w.line("e_mask = offs_e < VALUE_DIM")
+
+    def _strides(self, access: Access, name: str, axes: tuple[str, str], labels: tuple[str, str], tensor: str = "",
+                 programs: Programs | None = None) -> list[str]:
+        """Arguments for the steps along an operand's own two axes; the summands of its base go to the returned list.
+
+        `tensor` names what is addressed if it is not the operand but has its shape: its gradient. `programs` takes the lines
+        that the base needs.
+        """
+        terms: dict[str, list[tuple[int, Expr]]] = {a: [] for a in axes}
+        outer: list[tuple[int, Expr]] = []
+        for dim, index in enumerate(access.index):
+            parts = affine(index, axes)
+            if parts is None or any(not on_host(c) for c in parts[0].values()):
+                raise Unsupported(f"{name} is read at {index}, which is not a multiple of {' and '.join(axes)} plus a batch offset")
+            for axis, coefficient in parts[0].items():
+                if coefficient != const(0):
+                    terms[axis].append((dim, coefficient))
+            rest = prepare(parts[1], self.programs.constants)
+            if rest != const(0):
+                outer.append((dim, rest))
+        for axis, label in zip(axes, labels, strict=True):
+            self.arguments.integer(Stride(f"{name}_stride_{label}", tensor or access.operand, tuple(terms[axis])))
+        return Body(programs or self.programs, masked=False).base_terms(access.operand, tuple(outer), name, tensor)
+
+    def _row_strides(self, name: str, tensor: str) -> list[str]:
+        """Arguments for the steps of a tensor (batch…, i, e); the summands of its base."""
+        terms: list[str] = []
+        for dim, axis in enumerate(self.spec.batch):
+            stride = self.names.of((tensor, dim), f"{name}_stride_{dim}")
+            self.arguments.integer(Stride(stride, tensor, ((dim, const(1)),)))
+            terms.append(f"{self.programs.axis(axis)}.to(tl.int64) * {stride}")
+        for dim, label in enumerate(("m", "e"), len(self.spec.batch)):
+            self.arguments.integer(Stride(f"{name}_stride_{label}", tensor, ((dim, const(1)),)))
+        return terms
+
+    def _input(self, role: str, operand: int | str) -> str:
+        """The argument for a tensor that is read in tiles: an address or a descriptor, as the plan has it."""
+        name = operand if isinstance(operand, str) else role
+        if role not in self.plan.described:
+            return self.arguments.pointer(f"{name}_ptr", operand)
+        rows = self.plan.block_m if ROLES[role][0] == "i" else self.plan.block_n
+        depth = self.plan.block_d if ROLES[role][1] == "d" else self.plan.block_e
+        return self.arguments.pointer(f"{name}_desc", operand, block_of(index_of(self.spec, role), ROLES[role], rows, depth))
+
+    def _reader(self, role: str, access: Access, labels: tuple[str, str], base: str = "",
+                programs: Programs | None = None) -> tuple[Reader, list[str]]:
+        """How a role's tiles are read from `access`, and the summands of the base that its pointer needs first (none under a descriptor).
+
+        `base` is the variable that will hold the pointer; `programs` takes the lines that the place needs.
+        """
+        argument = self._input(role, access.operand)
+        if role in self.plan.described:
+            index = tuple(simplify(x) for x in access.index)
+            place = place_of(index, ROLES[role], labels[0], lambda x: (programs or self.programs).scalar(x).text)
+            return Reader(argument, role, labels, place), []
+        return Reader(base or argument, role, labels), self._strides(access, role, ROLES[role], labels, programs=programs)
