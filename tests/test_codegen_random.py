@@ -1,0 +1,116 @@
+"""Random attentions (`random_specs`) through interpreted kernels, forward and gradients, against float64. More: `-m slow`."""
+from __future__ import annotations
+
+import functools
+import os
+import random
+import secrets
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnfuse import walker
+from attnfuse.codegen import launch, launch_backward
+from attnfuse.codegen.plan import KernelPlan
+from attnfuse.codegen.tiles import SMALLEST, known
+from attnfuse.reference import reference
+from tests.random_specs import random_case
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+FIRST = int(os.environ.get("ATTNFUSE_TEST_SEED") or secrets.randbelow(2 ** 30))
+
+
+def run(count: int, tmp_path: Path) -> None:
+    """A process of its own, for Triton decides at import whether it interprets."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "ATTNFUSE_TEST_COUNT": str(count)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(INSIDE, reason="this is the process of its own")
+def test_some_in_the_interpreter(tmp_path: Path) -> None:
+    run(30, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INSIDE, reason="this is the process of its own")
+def test_many_in_the_interpreter(tmp_path: Path) -> None:
+    run(600, tmp_path)
+
+
+def arrange(seed: int, patch: pytest.MonkeyPatch) -> None:
+    """Small tiles, so that short sequences have full, cut and skipped ones; or the plans of a device that fetches boxes by itself."""
+    rng = random.Random(seed)
+    hopper, m, n = rng.random() < 0.3, rng.choice((16, 32)), rng.choice((16, 32))
+    for module in (launch, launch_backward):
+        patch.setattr(module, "present", lambda _: known("cuda", 90) if hopper else SMALLEST)
+        patch.setattr(module, "_runs", {})
+        candidates = module.candidates
+
+        def small(*args: object, candidates=candidates) -> tuple[KernelPlan, ...]:
+            return candidates(*args) if hopper else tuple(replace(p, block_m=m, block_n=n) for p in candidates(*args))
+
+        patch.setattr(module, "candidates", small)
+    scratch, allocate = launch_backward._scratch, launch._allocate
+    patch.setattr(launch_backward, "_scratch", lambda *args: scratch(*args).fill_(12345.0))
+    patch.setattr(launch, "_allocate", lambda *args: tuple(t.fill_(12345.0) for t in allocate(*args)))
+
+
+def norm(x: torch.Tensor) -> float:
+    """Of the finite part."""
+    return x.double().nan_to_num(posinf=0.0, neginf=0.0).norm().item()
+
+
+@pytest.mark.skipif(not INSIDE, reason="runs in the interpreter")
+@pytest.mark.parametrize("number", range(int(os.environ.get("ATTNFUSE_TEST_COUNT", "0"))))
+def test_random(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = FIRST + number
+    print(f"ATTNFUSE_TEST_SEED={seed} ATTNFUSE_TEST_COUNT=1")
+    arrange(seed, monkeypatch)
+    case, shape, dtype = random_case(seed)
+    spec, half = case.spec(dtype), dtype == "float16"
+    print(spec.equation())
+    operands, sizes = case.inputs(shape, getattr(torch, dtype), seed)
+    drop = torch.tensor([seed + (seed << 32)]) if spec.dropouts else None
+    out, stats = launch.forward(spec, operands, sizes, drop)
+    exact, plain = (reference(spec, operands, sizes, drop, dtype=t) for t in (torch.float64, torch.float32))
+    if not torch.equal(exact.isnan(), plain.isnan()):
+        return                                      # the scores leave float32 where float64 holds them
+    assert torch.equal(out.isnan(), exact.isnan())
+    error = lambda x: norm(x.double() - exact) / max(norm(exact), 1e-9)
+    assert error(out) <= max(2e-3 if half else 2e-6, 4 * error(plain)), (error(out), error(plain))
+    check_gradients(case, dtype, operands, sizes, drop, out, stats, seed)
+
+
+def check_gradients(case, dtype: str, operands, sizes, drop, out: torch.Tensor, stats: torch.Tensor, seed: int) -> None:
+    """All gradients against autograd through the meaning; where they cancel, within what the method makes of the same rounded result."""
+    spec, needs = case.spec(dtype), [t.is_floating_point() for t in operands]
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
+    grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
+    leaves = [t.double().requires_grad_() if need else t for t, need in zip(operands, needs, strict=True)]
+    wanted = [t for t in leaves if t.requires_grad]
+    found = iter(torch.autograd.grad(reference(spec, leaves, sizes, drop, dtype=torch.float64), wanted, grad_out.double(), allow_unused=True))
+    exact = [next(found) if need else None for need in needs]
+    exact = [torch.zeros_like(t) if need and g is None else g for t, g, need in zip(leaves, exact, needs, strict=True)]
+    scale = max(norm(x) for x in (grad_out, *(g for g in exact if g is not None)))
+
+    @functools.cache
+    def walked(captured: bool) -> list[torch.Tensor | None]:
+        own, wide = case.spec("float32"), [t.float() if t.is_floating_point() else t for t in operands]
+        statistics = walker.forward(own, wide, sizes, drop)[1]
+        return walker.backward(own, grad_out.float(), wide, out.float(), statistics, sizes, drop, [n and (captured or k < 3) for k, n in enumerate(needs)])
+
+    for number, (got, want) in enumerate(zip(grads, exact, strict=True)):
+        if want is None:
+            assert got is None
+            continue
+        method = walked(number > 2)[number]
+        assert got is not None and method is not None and torch.equal(got.isnan(), want.isnan() | method.isnan()), spec.operands[number].name
+        error = lambda x: norm(x.double() - want) / max(norm(want), 0.1 * scale, 1e-30)  # noqa: B023
+        limit = max(3e-3 if dtype == "float16" else 3e-6, 4 * error(method))
+        assert error(got) <= limit, (spec.operands[number].name, error(got), error(method))
