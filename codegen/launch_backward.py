@@ -24,6 +24,7 @@ from . import cache, header, launch
 from .arguments import Unsupported, number
 from .backward import emit
 from .chain import chain, flat, row_buffers, sweeps
+from .diagonals import at_distance, by_distance, summed
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan
@@ -233,8 +234,12 @@ class _Backward:
         total = {n: torch.zeros(operands[n].shape, dtype=torch.float32, device=self.device) for n in sorted(wanted)}
         elements = Elements(operands, self.named, self.device)
         for one in reads:
-            axes = axes_of(self.spec, one)
-            elements.add(total[one.operand], one.node.args, {a: (0, self.named[a]) for a in axes}, axes, tensors[one.label])  # type: ignore[arg-type]
+            axes, index, values = axes_of(self.spec, one), one.node.args, tensors[one.label]
+            box = {a: (0, self.named[a]) for a in axes}
+            if axes[-2:] == ("i", "j") and by_distance(index):
+                values, index, axes = summed(values), at_distance(index, self.named["i"]), (*axes[:-2], "j")  # type: ignore[arg-type]
+                box = {**{a: box[a] for a in axes[:-1]}, "j": (0, values.shape[-1])}
+            elements.add(total[one.operand], index, box, axes, values)  # type: ignore[arg-type]  # allocated for every read
         if self.task.terms:
             shape = [*(self.named[b] for b in self.spec.batch), self.named["i"]]
             delta = tensors["delta"][:, :self.named["i"]].reshape(shape)  # type: ignore[index]  # there is a row kernel

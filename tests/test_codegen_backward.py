@@ -17,7 +17,7 @@ import torch
 
 from attnfuse import walker
 from attnfuse.codegen import backward as emitter
-from attnfuse.codegen import launch, launch_backward
+from attnfuse.codegen import diagonals, launch, launch_backward
 from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
@@ -218,6 +218,22 @@ def test_tiles_read_by_descriptors(name: str, seed: int, monkeypatch: pytest.Mon
     operands, sizes = BY_NAME[name].inputs(Shape((2, 2), 40, 40, 20, 24), torch.float16, seed)
     check(BY_NAME[name].spec("float16"), operands, sizes, seed)
     assert described[0] == ("v",)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (1, 5), (5, 1), (4, 7), (7, 4)])
+def test_sums_along_diagonals(rows: int, columns: int) -> None:
+    values = torch.randn(2, 3, rows, columns)
+    apart = torch.arange(columns) - torch.arange(rows)[:, None]
+    exact = torch.stack([(values * (apart == d)).sum((-1, -2)) for d in range(1 - rows, columns)], -1)
+    torch.testing.assert_close(diagonals.summed(values), exact)
+
+
+def test_what_goes_by_distance() -> None:
+    b1, i, j = (axis(n) for n in ("b1", "i", "j"))
+    apart = apply("sub", j, i)
+    assert diagonals.by_distance((apart,)) and diagonals.by_distance((apply("min", apply("abs", apart), const(8)), b1))
+    for index in ((i, j), (add(i, j),), (apply("mod", i, const(3)),), (apply("sub", j, mul(const(2), i)),), (load(3, (i, j), "int"), b1)):
+        assert not diagonals.by_distance(index)
 
 
 # ---- shared keys

@@ -110,6 +110,8 @@ def check_gradients(case, dtype: str, operands, sizes, drop, out: torch.Tensor, 
             assert got is None
             continue
         method = walked(number > 2)[number]
+        if method is not None and not bool(method.isfinite().all()) and bool(want.isfinite().all()):
+            continue                                # a learned factor of finfo.min: its gradient leaves float32
         assert got is not None and method is not None and torch.equal(got.isnan(), want.isnan() | method.isnan()), spec.operands[number].name
         error = lambda x: norm(x.double() - want) / max(norm(want), 0.1 * scale, 1e-30)  # noqa: B023
         limit = max(3e-3 if dtype == "float16" else 3e-6, 4 * error(method))
