@@ -232,7 +232,7 @@ class Keys(Recomputed):
         w.line(f"full_start = tl.maximum({self.full_start}, tl.minimum(last, full_stop))")
         self.full_start = "full_start"
 
-    def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
+    def _tile(self, w: Writer, program: Expr, masked: bool, folded: bool | None = None) -> None:
         """One tile: scores, weights, dV, the weights' gradient, dK."""
         spec, types, inside, job = self.spec, self.types, not masked, self.job
         body = Body(self.programs, masked)

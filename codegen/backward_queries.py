@@ -20,8 +20,8 @@ class Queries(Recomputed):
             query.line(f"grad_out_ptr += {' + '.join(terms)}")
         query.line(f"do = {self._cast_between(reader.tile(True, self.e_padded), self.spec.out_dtype, self.types.arrived)}")
         query.extend(self._first_row(dense=bool(self.job.captured)))
-        names = dict.fromkeys([*self.chain.rows(True), *self.chain.rows(False), *(["delta"] if self.job.slopes else [])])
-        query.extend(self._rows(list(names), mask=True))
+        names: list[str] = [*self.chain.rows(True), *(n for n in self.chain.rows(False) if n not in self.chain.rows(True))]
+        query.extend(self._rows([*names, *(["delta"] if self.job.slopes else [])], mask=True))
 
     @property
     def _corrected(self) -> tuple[Captured, ...]:
@@ -50,7 +50,7 @@ class Queries(Recomputed):
     def _sweep(self, w: Writer) -> None:
         """Nothing: `_state` has widened the range already."""
 
-    def _tile(self, w: Writer, program: Expr, masked: bool) -> None:
+    def _tile(self, w: Writer, program: Expr, masked: bool, folded: bool | None = None) -> None:
         """One tile: scores, weights, their gradient, the product with K."""
         body, types, inside = Body(self.programs, masked), self.types, not masked
         weights = self._weights(body, inside)

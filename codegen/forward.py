@@ -56,7 +56,8 @@ class Forward(Emission):
     def _choose_exponent(self) -> None:
         """Whether the maximum is kept in units of log2(e), which factor of the scores joins that unit, and whether rows without a
         score above the fills have to be computed again, by the program `written`."""
-        self.unit, self.written, self.masked_below = LOG2E, None, self.ranges.masked_below
+        self.unit, self.masked_below = LOG2E, self.ranges.masked_below
+        self.written: Expr | None = None
         (score, a), (inside, b) = unfilled(self.score), unfilled(self.inside)
         self.folded = foldable(self.spec, score, inside, *self.terms)
         if self.folded:
@@ -231,18 +232,18 @@ class Forward(Emission):
             with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages=1):"):
                 self._tile(w, self.score, masked=True)
         if self.written is not None:
-            self._again(w)
+            self._again(w, self.written)
         elif self.sweeps:
             self._sweep(w)
 
-    def _again(self, w: Writer) -> None:
+    def _again(self, w: Writer, written: Expr) -> None:
         w.gap("In a row that saw nothing above the fills they count: let its tile start again, with every key and the scores as written.")
         w.line("row_max *= " + repr(LN2))
         w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
         with w.block("if tl.max(unseen.to(tl.int32), 0) > 0:"):
             self._begin(w, folded=False)
             with w.block("for start_n in tl.range(0, n_keys, BLOCK_N, num_stages=1):"):
-                self._tile(w, self.written, masked=True, folded=False)
+                self._tile(w, written, masked=True, folded=False)
 
     def _sweep(self, w: Writer) -> None:
         w.gap("A row that saw no allowed key weighs ALL keys by their filled scores, as written: let its tile visit the skipped ones.")
