@@ -10,12 +10,12 @@ import torch
 from ..algebra import simplify
 from ..program import Expr, add, axis, const, loads, substitute
 
-I, J = axis("i"), axis("j")
+QUERY, KEY = axis("i"), axis("j")
 
 
 def by_distance(index: tuple[Expr, ...]) -> bool:
     """Whether a place stays the same when query and key move on together."""
-    moved = {I: add(I, const(1)), J: add(J, const(1))}
+    moved = {QUERY: add(QUERY, const(1)), KEY: add(KEY, const(1))}
     return all(simplify(substitute(x, moved)) == simplify(x) for x in index) and not any(loads(x) for x in index)
 
 
@@ -35,4 +35,4 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 
 def at_distance(index: tuple[Expr, ...], rows: int) -> tuple[Expr, ...]:
     """The places of those sums, by their number, which takes the name of the key's axis."""
-    return tuple(simplify(substitute(x, {I: const(rows - 1)})) for x in index)
+    return tuple(simplify(substitute(x, {QUERY: const(rows - 1)})) for x in index)
