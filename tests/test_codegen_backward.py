@@ -31,9 +31,11 @@ LENGTHS = (0, 1, 16, 33)
 
 
 @pytest.mark.skipif(INSIDE, reason="this is the process of its own")
-def test_in_the_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ("every_mechanism", "not every_mechanism"))
+def test_in_the_interpreter(which: str, tmp_path: Path) -> None:
+    """In two halves, for two cores."""
     env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, __file__]
     run = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
