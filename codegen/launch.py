@@ -22,7 +22,7 @@ from .arguments import Unsupported, number
 from .emission import Kernel
 from .forward import emit
 from .plan import KernelPlan, candidates
-from .reads import described, descriptor
+from .reads import described, descriptor, descriptor_like
 from .tiles import Device, present
 
 __all__ = ["Unsupported", "forward", "backward", "source", "bind", "plans", "check_supported"]
@@ -298,6 +298,7 @@ def caller(function: Any, kernel: Kernel, plan: KernelPlan, grid: tuple[int, int
     """Launches a Triton function on tensors, given in the order of the kernel's pointers; everything else is fixed."""
     constants = dict(kernel.constants) | {"num_warps": plan.warps, "num_stages": plan.stages}
     blocks = [(n, p.block) for n, p in enumerate(kernel.pointers) if p.block]
+    templates: dict[int, object] = {}
     values = [v for _, v in kernel.constants]
     compiled: dict[int, Any] = {}       # by which pointers are multiples of 16; everything else of Triton's key is fixed here
 
@@ -307,7 +308,9 @@ def caller(function: Any, kernel: Kernel, plan: KernelPlan, grid: tuple[int, int
             odd = odd << 1 | (tensor.data_ptr() & 15 != 0)  # type: ignore[union-attr]  # dropout comes with a seed
         arguments: list[Any] = list(tensors)
         for place, block in blocks:
-            arguments[place] = descriptor(arguments[place], block)
+            if place not in templates:
+                templates[place] = descriptor_like(descriptor(arguments[place], block), None)       # which keeps no tensor alive
+            arguments[place] = descriptor_like(templates[place], arguments[place])
         known = compiled.get(odd)
         if known is None:               # Triton's own launcher finds the kernel; the interpreter returns none
             compiled[odd] = function[grid](*arguments, *integers, **constants)

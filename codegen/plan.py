@@ -206,9 +206,14 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
                       64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers, reads_by_descriptor(request, device))
 
 
-def reads_by_descriptor(request: Request, device: Device, roles: str = "q k v do") -> tuple[str, ...]:
+LEAST_WORK = 2 ** 30
+"""Multiplications of one product from which on descriptors are worth what the host spends on making them, a few microseconds a launch."""
+
+
+def reads_by_descriptor(request: Request, device: Device) -> tuple[str, ...]:
     """Which roles the kernels of a plan read by descriptors: those that can be, where the device fetches boxes by itself."""
-    return tuple(n for n in request.described if n in roles.split()) if device.asynchronous and not request.wide else ()
+    work = request.batch * request.queries * request.keys * request.depth
+    return request.described if device.asynchronous and not request.wide and work >= LEAST_WORK else ()
 
 
 def element_bytes(spec: AttentionSpec) -> tuple[int, int]:

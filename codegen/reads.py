@@ -68,6 +68,14 @@ def descriptor(tensor: torch.Tensor, block: Sequence[int]) -> object:
     return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], list(block))
 
 
+def descriptor_like(template: object, tensor: torch.Tensor | None) -> object:
+    """The descriptor of another tensor of the same layout: what was checked of the first one holds for it."""
+    made = object.__new__(type(template))
+    made.__dict__.update(template.__dict__)
+    made.base = tensor  # type: ignore[attr-defined]  # Triton's TensorDescriptor
+    return made
+
+
 @dataclass(frozen=True)
 class Reader:
     """The text that reads a tile.

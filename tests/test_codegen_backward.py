@@ -17,7 +17,7 @@ import torch
 
 from attnfuse import walker
 from attnfuse.codegen import backward as emitter
-from attnfuse.codegen import diagonals, launch, launch_backward
+from attnfuse.codegen import diagonals, launch, launch_backward, plan
 from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
@@ -206,6 +206,7 @@ def test_tiles_read_by_descriptors(name: str, seed: int, monkeypatch: pytest.Mon
     for module in (launch, launch_backward):
         monkeypatch.setattr(module, "present", lambda _: known("cuda", 90))
         monkeypatch.setattr(module, "_runs", {})
+    monkeypatch.setattr(plan, "LEAST_WORK", 0)
     described: list[tuple[str, ...]] = []
     caller = launch.caller
     monkeypatch.setattr(launch, "caller", lambda f, kernel, plan, *rest: described.append(plan.described) or caller(f, kernel, plan, *rest))
@@ -215,6 +216,12 @@ def test_tiles_read_by_descriptors(name: str, seed: int, monkeypatch: pytest.Mon
         check(BY_NAME[name].spec("float16"), [LAYOUTS["heads_last"](t) for t in operands[:3]] + operands[3:], sizes, seed)
     assert sum(d[:4] == ("q", "k", "v", "do") for d in described) >= 8 and described.count(("q", "k", "v")) == 4
     assert described.count(("q", "k", "v", "do", "rows")) == 4
+    monkeypatch.setattr(plan, "LEAST_WORK", 2 ** 30)
+    monkeypatch.setattr(launch, "_runs", {})
+    described.clear()
+    launch.forward(BY_NAME[name].spec("float16"), operands, sizes, torch.tensor([1]))
+    assert described == [()]
+    monkeypatch.setattr(plan, "LEAST_WORK", 0)
     # Rows of which a box does not begin at a multiple of 16 bytes are read by pointers.
     described.clear()
     operands, sizes = BY_NAME[name].inputs(Shape((2, 2), 40, 40, 20, 24), torch.float16, seed)
