@@ -26,7 +26,8 @@ from .forward import Forward
 from .jobs import Captured, Job
 from .plan import KernelPlan
 from .reads import ROLES, Reader, index_of, place_of
-from .scores import Body, level, literal, prepare
+from .scores import Body
+from .text import level, literal, prepare
 from .writer import Writer
 
 RESERVED_BACKWARD = RESERVED + (

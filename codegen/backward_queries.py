@@ -5,7 +5,8 @@ from ..program import Expr, depends
 from .backward import Recomputed
 from .exponent import LOG2E
 from .jobs import Captured
-from .scores import Body, level, literal
+from .scores import Body
+from .text import level, literal
 from .writer import Writer
 
 

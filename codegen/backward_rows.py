@@ -4,7 +4,7 @@ from __future__ import annotations
 from .backward import Recomputed
 from .chain import row_buffers
 from .exponent import LOG2E
-from .scores import literal
+from .text import literal
 from .writer import Writer
 
 

@@ -10,7 +10,7 @@ from ..ranges import analyse
 from ..spec import AttentionSpec
 from .exponent import LOG2E, foldable, scale_of, unfilled
 from .plan import HALF, product_dtype, products
-from .scores import prepare
+from .text import prepare
 
 ARRIVED = Expr("axis", attr="arrived", kind="float")
 """The gradient of a weight after the weight program; `UPSTREAM` is that of a score."""

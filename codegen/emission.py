@@ -13,7 +13,8 @@ from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsuppo
 from .helpers import HELPERS
 from .plan import KernelPlan
 from .reads import ROLES, Reader, block_of, index_of, place_of
-from .scores import Body, Programs, level, prepare
+from .scores import Body, Programs
+from .text import level, prepare
 from .writer import Writer
 
 RESERVED = (

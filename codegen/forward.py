@@ -19,7 +19,8 @@ from .emission import Emission, Kernel, words
 from .exponent import LN2, LOG2E, foldable, scale_of, unfilled
 from .plan import KernelPlan, products
 from .reads import Reader
-from .scores import Body, literal, prepare
+from .scores import Body
+from .text import literal, prepare
 from .writer import Writer
 
 

@@ -11,85 +11,24 @@ A value that is used twice, or that crosses from one of these levels to the next
 """
 from __future__ import annotations
 
-import math
-import struct
 from collections import Counter
-from dataclasses import dataclass
 from typing import Literal
 
-import torch
 
 from .. import philox
-from ..algebra import Algebra, simplify
-from ..program import OPS, Env, Expr, apply, const, depends, rewrite, walk
-from ..program import evaluate as evaluate_program
+from ..algebra import Algebra
+from ..program import Expr, const, walk
 from ..spec import AttentionSpec
 from .arguments import Arguments, Length, Names, Size, Stride, on_host
 from .helpers import HELPERS
-
-Level = Literal["scalar", "row", "column", "tile"]
+from .text import ATOM, Level, Text, level, literal, prepare
 
 _INFIX = {"add": ("+", 5), "sub": ("-", 5), "mul": ("*", 6), "div": ("/", 6), "and": ("&", 4), "xor": ("^", 3), "or": ("|", 2),
           "eq": ("==", 1), "ne": ("!=", 1), "lt": ("<", 1), "le": ("<=", 1), "gt": (">", 1), "ge": (">=", 1)}
 _CALLS = {"exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt", "rsqrt": "tl.rsqrt", "sigmoid": "tl.sigmoid", "erf": "tl.erf",
           "sin": "tl.sin", "cos": "tl.cos", "floor": "tl.floor", "ceil": "tl.ceil", "abs": "tl.abs", "where": "tl.where"}
 _VARIABLES = {"i": "offs_m", "j": "offs_n", "arrived": "dp", "upstream": "ds"}
-_ATOM = 9
 _LONG = 56
-
-
-def level(expr: Expr) -> Level:
-    """Where a value is computed."""
-    axes = depends(expr)
-    if axes & {"dot", "weight", "keep", "arrived", "upstream"} or {"i", "j"} <= axes:
-        return "tile"
-    return "row" if "i" in axes else "column" if "j" in axes else "scalar"
-
-
-def prepare(expr: Expr, constants: dict[str, int]) -> Expr:
-    """The normal form with the kernel's constants put in; divisions by a constant become products."""
-
-    def fold(node: Expr) -> Expr | None:
-        if node.op == "size" and node.attr in constants:
-            return const(constants[str(node.attr)])
-        if node.op == "keep" and node.attr[1] >= 1.0:  # type: ignore[index]
-            return const(0.0)
-        if node.op in OPS and node.kind == "float" and node.args and all(a.op == "const" for a in node.args):
-            env = Env({}, {}, lambda *_: torch.empty(0), torch.float64, torch.device("cpu"))
-            value = float(evaluate_program(node, env))
-            return const(value) if abs(value) < 1e38 else None
-        if node.op == "div" and node.args[1].op == "const" and node.args[1].kind == "float":
-            divisor = float(node.args[1].value)
-            if divisor and math.isfinite(divisor) and 1e-30 < abs(divisor) < 1e30:
-                return apply("mul", const(1.0 / divisor), node.args[0])
-        return None
-
-    return simplify(rewrite(simplify(rewrite(expr, fold)), fold))
-
-
-def literal(value: float | int | bool) -> str:
-    """A constant as Triton should see it: a float within float32, whose subnormals are zero."""
-    if isinstance(value, bool) or isinstance(value, int):
-        return repr(value)
-    try:
-        near = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        near = math.copysign(math.inf, value)
-    if not math.isfinite(near):
-        return f'float("{near}")'
-    return repr(0.0 if abs(near) < 2.0 ** -126 else value)
-
-
-@dataclass(frozen=True)
-class Text:
-    """An expression of the generated source and how strongly it binds (a name: 9)."""
-
-    text: str
-    strength: int = _ATOM
-
-    def within(self, strength: int) -> str:
-        """In parentheses where it binds no more strongly than its surroundings."""
-        return self.text if self.strength > strength else f"({self.text})"
 
 
 class Programs:
@@ -187,7 +126,7 @@ class Body:
         if node not in memo:
             text = self._write(node)
             # Hoisted code is shared by several bodies: there a name is given to whatever a second body could want.
-            if text.strength < _ATOM and (self._uses[node] > 1 or len(text.text) > _LONG):
+            if text.strength < ATOM and (self._uses[node] > 1 or len(text.text) > _LONG):
                 text = self._name(node, text)
             memo[node] = text
         return memo[node]
@@ -195,7 +134,7 @@ class Body:
     def _named(self, node: Expr) -> Text:
         """The value under a name."""
         text = self._text(node)
-        if text.strength < _ATOM or "(" in text.text:
+        if text.strength < ATOM or "(" in text.text:
             text = self._name(node, text)
             self._memory(level(node))[node] = text
         return text
@@ -226,7 +165,7 @@ class Body:
         where = level(node)
         if node.op == "const":
             text = literal(node.value)
-            return Text(text, 7 if text.startswith("-") else _ATOM)
+            return Text(text, 7 if text.startswith("-") else ATOM)
         if node.op == "axis":
             return Text(programs.axis(str(node.attr)))
         if node.op == "size":
