@@ -296,7 +296,7 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
 def caller(function: Any, kernel: Kernel, plan: KernelPlan, grid: tuple[int, int, int],
            integers: Sequence[int]) -> Callable[[Sequence[torch.Tensor | None]], None]:
     """Launches a Triton function on tensors, given in the order of the kernel's pointers; everything else is fixed."""
-    constants = dict(kernel.constants) | {"num_warps": plan.warps, "num_stages": plan.stages}
+    constants = dict(kernel.constants) | plan.options
     blocks = [(n, p.block) for n, p in enumerate(kernel.pointers) if p.block]
     templates: dict[int, object] = {}
     values = [v for _, v in kernel.constants]

@@ -88,8 +88,7 @@ def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence
 
     signature, constants, attributes = _specialise(kernel, integers, dtypes, function.arg_names)
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": plan.warps, "num_stages": plan.stages}
-    compiled = triton.compile(source, target=GPUTarget(*target, known(*target).lanes), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*target, known(*target).lanes), options=plan.options)
     registers, spills = _usage(compiled.asm["cubin"]) if target[0] == "cuda" else _amd_usage(compiled.asm.get("amdgcn", ""))
     return Compiled(plan, compiled.metadata.shared, registers, spills, compiled.asm.get("cubin"))
 

@@ -48,6 +48,7 @@ class KernelPlan:
         shared, registers: predicted bytes of shared memory a block and registers a thread.
         described: the roles (``q k v do``, and ``rows`` for what belongs to rows) that are read by descriptors; the others by
             pointers. See `reads`.
+        most_registers: what the assembler may give a thread, so that more blocks share a processor; 0 for as many as there are.
     """
 
     block_m: int
@@ -64,10 +65,17 @@ class KernelPlan:
     shared: int
     registers: int
     described: tuple[str, ...] = ()
+    most_registers: int = 0
 
     def __str__(self) -> str:
         return (f"BLOCK_M={self.block_m} BLOCK_N={self.block_n} BLOCK_D={self.block_d} BLOCK_E={self.block_e} "
                 f"num_warps={self.warps} num_stages={self.stages}")
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told beside the constants."""
+        own = {"num_warps": self.warps, "num_stages": self.stages}
+        return own | {"maxnreg": self.most_registers} if self.most_registers else own
 
 
 def product_dtype(left: str, right: str, wanted: str) -> str:

@@ -19,6 +19,9 @@ _ROW_ELEMENTS = 8192
 _LEAST_WIDTH = 64
 """On Hopper, of query, key and value tiles alike: see `plan._LEAST_VALUE_WIDTH`; here every one of them is read both ways round."""
 
+_THREE_BLOCKS = 168
+"""Registers a thread with which three blocks of 128 threads share a processor's 65536."""
+
 Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 
 # (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …]). Hopper's first choices were the fastest of five to seven
@@ -126,5 +129,9 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
     described = reads_by_descriptor(request, device) if job.kind != "rows" else ()
     if job.kind == "keys" and described:
         described = (*described, "rows")        # else every thread fetches its own elements of what belongs to a row, in each tile
+    most = 0
+    if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and max(block_d, block_e) <= 64:
+        most = _THREE_BLOCKS
+        reasons.append(f"at most {most} registers a thread, so that a processor holds three blocks: drawing for dropout would leave two")
     return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, tuple(reasons), shared, registers, described)
+                      64 if request.wide else 32, request.precision, tuple(reasons), shared, registers, described, most)

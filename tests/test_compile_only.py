@@ -152,6 +152,14 @@ def test_every_backward_resource(name: str, dtype: str, depth: int, target: offl
     check_backward(name, dtype, depth, target)
 
 
+def test_dropout_leaves_three_blocks_of_the_queries_kernel_to_a_processor() -> None:
+    case = BY_NAME["dropout"]
+    operands, sizes = case.inputs(Shape((4, 16), 1024, 1024, 64, 64), torch.float16, 0)
+    report = offline.compile_backward(case.spec("float16"), sizes, [t.to("meta") for t in operands], ("cuda", 90), QUERIES)
+    assert report.registers is not None and report.registers <= 168 and not report.spills
+    assert 3 * report.shared <= 228 * 1024
+
+
 def backward_text(name: str, what: Job, dtype: str = "bfloat16", depth: int = 64) -> str:
     """The source of a backward kernel."""
     from attnfuse.codegen import backward, launch_backward
