@@ -93,11 +93,15 @@ def check_gradients(case, dtype: str, operands, sizes, drop, out: torch.Tensor, 
     spec, needs = case.spec(dtype), [t.is_floating_point() for t in operands]
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
     grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
-    leaves = [t.double().requires_grad_() if need else t for t, need in zip(operands, needs, strict=True)]
-    wanted = [t for t in leaves if t.requires_grad]
-    found = iter(torch.autograd.grad(reference(spec, leaves, sizes, drop, dtype=torch.float64), wanted, grad_out.double(), allow_unused=True))
-    exact = [next(found) if need else None for need in needs]
-    exact = [torch.zeros_like(t) if need and g is None else g for t, g, need in zip(leaves, exact, needs, strict=True)]
+
+    def truth(width: torch.dtype) -> list[torch.Tensor | None]:
+        leaves = [t.to(width).requires_grad_() if need else t for t, need in zip(operands, needs, strict=True)]
+        wanted = [t for t in leaves if t.requires_grad]
+        found = iter(torch.autograd.grad(reference(spec, leaves, sizes, drop, dtype=width), wanted, grad_out.to(width), allow_unused=True))
+        gradients = [next(found) if need else None for need in needs]
+        return [torch.zeros_like(t) if need and g is None else g for t, g, need in zip(leaves, gradients, needs, strict=True)]
+
+    exact, plain = truth(torch.float64), truth(torch.float32)
     scale = max(norm(x) for x in (grad_out, *(g for g in exact if g is not None)))
 
     @functools.cache
@@ -115,5 +119,5 @@ def check_gradients(case, dtype: str, operands, sizes, drop, out: torch.Tensor, 
             continue                                # a learned factor of finfo.min: its gradient leaves float32
         assert got is not None and method is not None and torch.equal(got.isnan(), want.isnan() | method.isnan()), spec.operands[number].name
         error = lambda x: norm(x.double() - want) / max(norm(want), 0.1 * scale, 1e-30)  # noqa: B023
-        limit = max(3e-3 if dtype == "float16" else 3e-6, 4 * error(method))
+        limit = max(3e-3 if dtype == "float16" else 3e-6, 4 * error(method), 2 * error(plain[number]))
         assert error(got) <= limit, (spec.operands[number].name, error(got), error(method))
