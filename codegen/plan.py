@@ -101,11 +101,12 @@ Table = tuple[tuple[int, tuple[Shape, ...]], ...]
 
 # (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …] from the preferred one to the one that always fits).
 # The first choices for Hopper were the fastest of five to eight measured on an H200 (4096 tokens; float32: 2048), see bench/NOTES.md.
-# Ampere's were compiled without spilling.
+# Ampere's were compiled without spilling. Hopper has no tiles of 32 keys beside 64 queries: with biases or gathers tests/sass.py finds
+# products that read wrong descriptors in them.
 _HOPPER: Table = (
-    (64, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
+    (64, ((64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((128, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
 _LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048, True), 128: ((128, 64, 4, 2), 0, False)}
 """What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles)."""
@@ -193,7 +194,10 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, shape: Shape, bl
     if (tile_loads(spec) or spec.dropouts) and block_m == 128 and warps == 4:
         reasons.append("8 warps: the programs read or draw a tile of their own, which needs registers")
         warps = 8
-    if gathers(spec) and max(block_d, block_e) >= 128 and block_n > 16:
+    if gathers(spec) and max(block_d, block_e) >= 128 and device.asynchronous and block_m >= 64:
+        reasons.append("64x64 with 8 warps: the score program reads at indices that it has read, whose addresses fill registers")
+        block_m, warps, stages = 64, 8, min(stages, 2)
+    elif gathers(spec) and max(block_d, block_e) >= 128 and block_n > 16:
         reasons.append(f"BLOCK_N {block_n // 2}: the score program reads at indices that it has read, whose addresses fill registers")
         block_n //= 2
     plan = _plan(spec, request, device, (block_m, block_n, warps, stages), block_d, block_e, tuple(reasons))
@@ -211,17 +215,21 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
     if request.wide:
         reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
     return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers, reads_by_descriptor(request, device))
+                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers, reads_by_descriptor(request, device, block_m, block_n))
 
 
 LEAST_WORK = 2 ** 30
 """Multiplications of one product from which on descriptors are worth what the host spends on making them, a few microseconds a launch."""
 
 
-def reads_by_descriptor(request: Request, device: Device) -> tuple[str, ...]:
-    """Which roles the kernels of a plan read by descriptors: those that can be, where the device fetches boxes by itself."""
+def reads_by_descriptor(request: Request, device: Device, block_m: int, block_n: int) -> tuple[str, ...]:
+    """Which roles the kernels of a plan read by descriptors: those that can be, where that is worth it.
+
+    Not in tiles of fewer than 64 rows: for some of those tests/sass.py finds products that read wrong places (see `_LEAST_VALUE_WIDTH`).
+    """
     work = request.batch * request.queries * request.keys * request.depth
-    return request.described if device.asynchronous and not request.wide and work >= LEAST_WORK else ()
+    fits = device.boxes and not request.wide and min(block_m, block_n) >= 64
+    return request.described if fits and work >= LEAST_WORK else ()
 
 
 def element_bytes(spec: AttentionSpec) -> tuple[int, int]:

@@ -126,7 +126,7 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
         shared, registers = 1024, math.ceil(2 * block_m * block_e / (warps * device.lanes)) + 24
     if request.wide:
         reasons.append("64-bit offsets: an operand spans more than 2^31 elements within one attention")
-    described = reads_by_descriptor(request, device) if job.kind != "rows" else ()
+    described = reads_by_descriptor(request, device, block_m, block_n) if job.kind != "rows" else ()
     if job.kind == "keys" and described:
         described = (*described, "rows")        # else every thread fetches its own elements of what belongs to a row, in each tile
     most = 0

@@ -20,7 +20,8 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Device:
-    """Limits that a plan must respect: usable shared memory a block (bytes), processors, registers a thread, lanes a warp."""
+    """Limits that a plan must respect: usable shared memory a block (bytes), processors, registers a thread, lanes a warp; and whether tiles
+    are fetched as boxes, by descriptors (measured on Hopper alone: Blackwell has the unit too, but there the tiles take more memory)."""
 
     name: str
     backend: str
@@ -28,6 +29,7 @@ class Device:
     processors: int
     registers: int = 255
     lanes: int = 32
+    boxes: bool = False
 
     @property
     def asynchronous(self) -> bool:
@@ -40,7 +42,7 @@ DEVICES: dict[tuple[str, int], Device] = {
     ("cuda", 86): Device("RTX 30", "cuda", 99 * KIB, 84),
     ("cuda", 87): Device("Orin", "cuda", 163 * KIB, 16),
     ("cuda", 89): Device("RTX 40 / L40", "cuda", 99 * KIB, 128),
-    ("cuda", 90): Device("H100 / H200", "cuda", 227 * KIB, 132),
+    ("cuda", 90): Device("H100 / H200", "cuda", 227 * KIB, 132, boxes=True),
     ("cuda", 100): Device("B200", "cuda", 227 * KIB, 148),
     ("cuda", 103): Device("B300", "cuda", 227 * KIB, 148),
     ("cuda", 120): Device("RTX 50", "cuda", 99 * KIB, 170),
@@ -70,7 +72,7 @@ def present(device: torch.device) -> Device:
         return known("hip", facts.gcnArchName.split(":")[0])
     entry = known("cuda", facts.major * 10 + facts.minor)
     shared = getattr(facts, "shared_memory_per_block_optin", 0) or entry.shared
-    return Device(facts.name, "cuda", shared, facts.multi_processor_count)
+    return Device(facts.name, "cuda", shared, facts.multi_processor_count, boxes=entry.boxes)
 
 
 @dataclass(frozen=True)
