@@ -18,10 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from typing import Any
 
 SOFTMAX_FLOPS = 5
 """Operations an element of a softmax: a comparison for the maximum, a subtraction, an exponential, an addition, a division."""
@@ -195,7 +192,7 @@ def attention_layer_times(T: int, d_k: int, heads: int, peak: float, bw: float, 
 # ---- the picture
 
 def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | Path | None = None, *, title: str = "",
-         axes: Axes | None = None) -> Axes:
+         axes: Any = None) -> Any:
     """Draw kernels under a device's roofline: FLOPs a byte against FLOP/s, both logarithmic.
 
     Predicted kernels stand on the roof, as open circles; measured ones where they were, filled, with a line down from what was possible.
@@ -206,7 +203,10 @@ def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | Path | N
         peak, bw: FLOP/s and bytes/s of the device.
         path: a file to write, of any kind that matplotlib knows.
         title: above the picture.
-        axes: to draw into; by default a new figure.
+        axes: matplotlib's, to draw into; by default of a new figure.
+
+    Returns:
+        The axes.
 
     Raises:
         ImportError: matplotlib is not there (``pip install attnfuse[plot]``).
@@ -226,11 +226,11 @@ def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | Path | N
     axes.annotate(f"ridge {ridge:.0f}", (ridge, left * bw / 2), xytext=(4, 6), textcoords="offset points", fontsize=8, color="0.45")
     axes.annotate(f"{bw / 1e12:.3g} TB/s", (left, left * bw), xytext=(10, 18), textcoords="offset points", fontsize=8, color="0.25", rotation=0)
     axes.annotate(f"{peak / 1e12:.4g} TFLOP/s", (right, peak), xytext=(-4, -12), textcoords="offset points", fontsize=8, color="0.25", ha="right")
-    for color, group in zip(_colors(), _together(drawn)):
-        _point(axes, group, peak, bw, color)
+    for n, group in enumerate(_together(drawn)):
+        _point(axes, group, peak, bw, f"C{n % 10}")
     axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
-        axes.figure.savefig(path, dpi=130)  # type: ignore[union-attr]  # a figure, or a part of one, which has it too
+        axes.figure.savefig(path, dpi=130)
     return axes
 
 
@@ -239,11 +239,7 @@ def _new_axes() -> Any:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise ImportError("the picture needs matplotlib: pip install attnfuse[plot]") from e
-    return Figure(figsize=(8, 4.8), layout="constrained").subplots()
-
-
-def _colors() -> list[str]:
-    return [f"C{n % 10}" for n in range(64)]
+    return Figure(figsize=(8, 4.8), layout="constrained").subplots()       # not pyplot's: nothing to close, no backend to choose
 
 
 def _together(kernels: Sequence[Kernel]) -> list[list[Kernel]]:

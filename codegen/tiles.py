@@ -20,7 +20,15 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Device:
-    """Limits that a plan must respect: usable shared memory a block (bytes), processors, registers a thread, lanes a warp."""
+    """Limits that a plan must respect, and the rates from which a time is predicted.
+
+    Attributes:
+        name, backend: to print; ``"cuda"`` or ``"hip"``.
+        shared: usable shared memory a block, bytes. processors, registers, lanes: a device, a thread, a warp.
+        peak: FLOP/s of dense products of float16 or bfloat16 with float32 sums; 0 where it is not known.
+        bandwidth: of the main memory, bytes/s; 0 where it is not known.
+        cache: the last cache that all processors share, bytes.
+    """
 
     name: str
     backend: str
@@ -28,6 +36,9 @@ class Device:
     processors: int
     registers: int = 255
     lanes: int = 32
+    peak: float = 0.0
+    bandwidth: float = 0.0
+    cache: int = 0
 
     @property
     def asynchronous(self) -> bool:
