@@ -8,14 +8,21 @@ The rules, which `attnfuse.traffic` applies to whatever an eager run calls:
 * views, questions about shapes and allocations move nothing; operations that only take the shape of an argument do not read it;
 * what an operation changes in place is read and written, except where it is overwritten whole (``copy_``, ``fill_``, random numbers);
 * a lookup (``index_select``, ``gather``, ``index``) reads of its table no more than it returns.
+
+`Counter` is the dispatch mode that applies them; it knows nothing of generated kernels, `attnfuse.predicting` adds those.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from .traffic import Call
 
 Elements = tuple[int, tuple[tuple[int, int], ...], int]
 """Which elements of a storage a tensor names: its offset, the (stride, length) of its dimensions in order, the bytes of an element."""
@@ -117,3 +124,68 @@ def _arguments(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
         elif not (n == 0 and name in _SHAPED):
             read += tensors
     return changed, read
+
+
+# ---- the mode
+
+_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
+_WHOLE = frozenset({"aten::_unsafe_view", "aten::empty_like", "aten::new_empty", "aten::lift_fresh_copy"})
+"""Programs that would make a tensor behind the dispatcher's back, or that move nothing whatever they are made of."""
+
+
+class Counter(TorchDispatchMode):
+    """Appends every kernel to `calls`; operations that PyTorch makes of others are taken apart, so that what runs is counted:
+
+        masked_fill(x, mask, -inf)   →   copy_ (reads and writes x), masked_fill_ (reads x and the mask, writes x)
+    """
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled models run under it as they are."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func.namespace == "aten" and _taken_apart(func, (args, kwargs)):
+            before = len(self.calls)
+            try:
+                with self:
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+            except (RuntimeError, NotImplementedError):      # it looks at values that a fake tensor has not, or the operation itself fails
+                del self.calls[before:]
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        read, written = moved(func, args, kwargs, result)
+        if read or written:
+            name = func._schema.name.rpartition("::")[2]
+            self.calls.append(Call(name, read, written, _flops(func, args, kwargs, result)))
+
+
+def _taken_apart(func: torch._ops.OpOverload, args: Any) -> bool:
+    """Whether an operation is a program of others on every device (`masked_fill` is a copy and `masked_fill_`). Views and in-place
+    operations are left whole: the former move nothing, the latter are what runs."""
+    if not _composite(func):
+        return False
+    return all(t.layout == torch.strided and not t.is_nested for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+
+
+@functools.cache
+def _composite(func: torch._ops.OpOverload) -> bool:
+    schema, keys = func._schema, torch._C.DispatchKey
+    if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)) or func.overloadpacket._qualified_op_name in _WHOLE:
+        return False
+    return func.has_kernel_for_dispatch_key(_COMPOSITE) and not any(func.has_kernel_for_dispatch_key(k) for k in (keys.CPU, keys.CUDA))
+
+
+def _flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func.overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0

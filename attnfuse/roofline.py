@@ -15,6 +15,7 @@ Architectures"; standard attention is Algorithms 0 and 3, FlashAttention Algorit
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,14 +219,15 @@ def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | Path | N
     axes = axes if axes is not None else _new_axes()
     ridge = ridge_point(peak, bw)
     left = min(0.5, *(x.intensity / 3 for x in drawn))
-    right = max(8 * ridge, *(x.intensity * 4 for x in drawn))
+    right = max(20 * ridge, *(x.intensity * 20 for x in drawn))
     axes.plot([left, ridge, right], [left * bw, peak, peak], color="0.25", linewidth=1.6)
     axes.axvline(ridge, color="0.7", linewidth=0.8, linestyle=":")
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(left * bw / 2, peak * 5), xlabel="FLOPs per byte of memory traffic",
              ylabel="FLOP/s", title=title)
     axes.annotate(f"ridge {ridge:.0f}", (ridge, left * bw / 2), xytext=(4, 6), textcoords="offset points", fontsize=8, color="0.45")
-    axes.annotate(f"{bw / 1e12:.3g} TB/s", (left, left * bw), xytext=(10, 18), textcoords="offset points", fontsize=8, color="0.25", rotation=0)
-    axes.annotate(f"{peak / 1e12:.4g} TFLOP/s", (right, peak), xytext=(-4, -12), textcoords="offset points", fontsize=8, color="0.25", ha="right")
+    slope = math.sqrt(left * ridge)
+    axes.annotate(f"{bw / 1e12:.3g} TB/s", (slope, slope * bw), xytext=(-8, 6), textcoords="offset points", fontsize=8, color="0.25", ha="right")
+    axes.annotate(f"{peak / 1e12:.4g} TFLOP/s", (right, peak), xytext=(-4, 6), textcoords="offset points", fontsize=8, color="0.25", ha="right")
     for n, group in enumerate(_together(drawn)):
         _point(axes, group, peak, bw, f"C{n % 10}")
     axes.spines[["top", "right"]].set_visible(False)
@@ -255,7 +257,7 @@ def _together(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
 
 
 def _point(axes: Any, group: Sequence[Kernel], peak: float, bw: float, color: str) -> None:
-    """A point and its label; the label stands on the side of the roof where there is room."""
+    """A point and its label, to the right of it and below the roof, where nothing else is."""
     x = group[0]
     roof = min(peak, x.intensity * bw)
     axes.plot(x.intensity, roof, "o", color=color, markersize=8, markerfacecolor="white", markeredgewidth=1.8, zorder=3)
@@ -264,8 +266,10 @@ def _point(axes: Any, group: Sequence[Kernel], peak: float, bw: float, color: st
         axes.plot([x.intensity, x.intensity], [rate, roof], color=color, linewidth=0.8)
         axes.plot(x.intensity, rate, "o", color=color, markersize=8, zorder=3)
     total = sum(one.measured if one.measured is not None else one.seconds(peak, bw) for one in group)
-    names = list(dict.fromkeys(one.name for one in group))
-    label = ", ".join(names) + f"\n{total * 1e3:.3g} ms" + (" measured" if x.measured is not None else "")
-    flat = x.intensity > ridge_point(peak, bw)
-    axes.annotate(label, (x.intensity, roof), xytext=(0, 8) if flat else (-8, 4), textcoords="offset points", fontsize=8, color=color,
-                  ha="center" if flat else "right", va="bottom")
+    names = textwrap.wrap(", ".join(dict.fromkeys(one.name for one in group)), 34)
+    label = "\n".join([*names, f"{_milliseconds(total)}{' measured' if x.measured is not None else ''}"])
+    axes.annotate(label, (x.intensity, roof), xytext=(9, -5), textcoords="offset points", fontsize=8, color=color, ha="left", va="top")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} µs"

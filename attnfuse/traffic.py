@@ -134,7 +134,7 @@ def traffic(device: str | Device | None = None) -> Iterator[Traffic]:
     Raises:
         ValueError: an unknown device; the message lists the known ones.
     """
-    from .counter import counting       # imports torch
+    from .predicting import counting       # imports torch
 
     found = Traffic()
     with counting(found.calls, device):

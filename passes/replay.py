@@ -17,20 +17,20 @@ from . import nodes
 from .region import Region
 
 
-def replay(region: Region, inputs: Sequence[Any]) -> list[Any]:
-    """The values of all body nodes, in order, for the given values of `region.inputs`."""
+def replay(region: Region, inputs: Sequence[Any], fused: bool = False) -> list[Any]:
+    """The values of all body nodes, in order, for the given values of `region.inputs`; with `fused` a fused call stays one."""
     env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
     out: list[Any] = []
     for node in region.body:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-        env[node] = _run(node, args, kwargs)
+        env[node] = _run(node, args, kwargs, fused)
         out.append(env[node])
     return out
 
 
-def _run(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], fused: bool) -> Any:
     called = nodes.name(node)
-    if called in nodes.SDPA:
+    if called in nodes.SDPA and not fused:
         return attention(*args, **kwargs)
     if called in ("dropout", "dropout_"):
         return _dropout(node, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -273,3 +274,49 @@ def test_flash_attention_s_rule_beside_our_plans(width: int, memory: int) -> Non
     plan = candidates(BY_NAME["plain"].spec("float16"), Request(8, 4096, 4096, width, width), card)[0]
     assert plan.shared <= memory
     assert plan.block_n <= 2 * columns
+
+
+# ---- reports
+
+def test_a_report_says_what_is_saved(tmp_path: Path) -> None:
+    model, x = Stack().eval(), torch.randn(2, 8, 16)
+    report = attnfuse.explain(model, x)
+    site = report.sites[0]
+    one = 2 * 2 * 8 * 8 * 4
+    assert site.sizes == (2, 2, 8, 8, 8, 8) and site.held == (one,) * 3
+    assert {"_softmax", "bmm", "mul", "masked_fill_"} <= {c.op for c in site.written}
+    assert site.fused is not None and site.traffic == (sum(c.moved for c in site.written), 4 * one + 2 * 2 * 8 * 8)
+    assert report.traffic == tuple(2 * n for n in site.traffic)
+    text = str(report).splitlines()
+    assert "forward traffic" in text[1] and f"{size(report.traffic[0])} → {size(report.traffic[1])}" in text[2]
+    assert report.to_dict()["traffic"] == {"written": report.traffic[0], "fused": report.traffic[1]}
+    pytest.importorskip("matplotlib")
+    said = " ".join(t.get_text() for t in report.plot(tmp_path / "r.png", device="a100", measured={"fused": 1e-3}).texts)
+    assert "312 TFLOP/s" in said and "1 ms measured" in said and (tmp_path / "r.png").exists()
+    with pytest.raises(ValueError, match="rates of sm_80 are not known"):
+        report.plot(device="sm_80")
+
+
+def test_what_a_site_is_said_to_move_is_what_eager_moves() -> None:
+    q, k, v = torch.randn(3, 2, 4, 128, 32)
+    report = attnfuse.explain(plain, q, k, v)
+    assert report.traffic[0] == counted(lambda: plain(q, k, v)).total == 4 * 8 * roofline.standard_attention_traffic(128, 32)
+
+
+def test_a_fused_call_is_not_taken_for_its_spelling() -> None:
+    q, k, v = torch.randn(3, 1, 2, 256, 32)
+    f = lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
+    report = attnfuse.explain(f, q, k, v)
+    assert report.rewritten == 1 and report.traffic[0] < 4 * 2 * 256 * 256, "eager does not write the scores here"
+
+
+def test_lengths_that_are_symbols_stay_symbols() -> None:
+    reports = []
+    model = attnfuse.optimize(plain, inner="eager", dynamic=True)
+    for tokens in (16, 24, 40):
+        model(*torch.randn(3, 1, 2, tokens, 32))
+        reports.append(attnfuse.last_report())
+    assert reports[0] is reports[-1] is not None and reports[0].rewritten == 1, "one graph serves all lengths"
+    assert reports[0].traffic == (0, 0) and "forward traffic" not in str(reports[0])
+    with pytest.raises(ValueError, match="no rewritten site"):
+        reports[0].plot()
