@@ -158,7 +158,7 @@ class Report:
         points = self.kernels(measured)
         if not points:
             raise ValueError("the report has no rewritten site whose traffic is known")
-        return roofline.plot(points, chosen.peak, chosen.bandwidth, path, title=f"{self.rewritten} attention sites, forward, on {chosen.name}")
+        return roofline.plot(points, chosen.peak, chosen.bandwidth, path, title=f"{self.rewritten} attention site{'' if self.rewritten == 1 else 's'}, forward, on {chosen.name}")
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

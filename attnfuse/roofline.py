@@ -15,10 +15,10 @@ Architectures"; standard attention is Algorithms 0 and 3, FlashAttention Algorit
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 SOFTMAX_FLOPS = 5
@@ -67,7 +67,9 @@ def square_share(T: int, d_k: int, k: int = 1) -> float:
 def flash_blocks(d: int, M: int) -> tuple[int, int]:
     """(B_r, B_c), rows of queries and of keys of a tile in FlashAttention: B_c = ⌈M/4d⌉, B_r = min(B_c, d) (Algorithm 1, line 1).
 
-    Four tiles of B_c × d numbers (Q, K, V and O) then fill the fast memory, and the scores B_r × B_c no more than one of them.
+    It is the largest tile of which K and V, Q and O, and the scores each fill no more than a quarter of the fast memory: B_c·d, B_r·d and
+    B_r·B_c are all at most M/4. Our own planner counts what a kernel holds instead (`attnfuse.codegen.tiles.footprint`): results and
+    scores lie in registers, and K and V are buffered several times.
     """
     _check(d=d, M=M)
     columns = math.ceil(M / (4 * d))
@@ -192,7 +194,7 @@ def attention_layer_times(T: int, d_k: int, heads: int, peak: float, bw: float, 
 
 # ---- the picture
 
-def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | Path | None = None, *, title: str = "",
+def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | os.PathLike[str] | None = None, *, title: str = "",
          axes: Any = None) -> Any:
     """Draw kernels under a device's roofline: FLOPs a byte against FLOP/s, both logarithmic.
 
@@ -268,7 +270,8 @@ def _point(axes: Any, group: Sequence[Kernel], peak: float, bw: float, color: st
     total = sum(one.measured if one.measured is not None else one.seconds(peak, bw) for one in group)
     names = textwrap.wrap(", ".join(dict.fromkeys(one.name for one in group)), 34)
     label = "\n".join([*names, f"{_milliseconds(total)}{' measured' if x.measured is not None else ''}"])
-    axes.annotate(label, (x.intensity, roof), xytext=(9, -5), textcoords="offset points", fontsize=8, color=color, ha="left", va="top")
+    axes.annotate(label, (x.intensity, roof), xytext=(9, -5), textcoords="offset points", fontsize=8, color=color, ha="left", va="top",
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
 
 
 def _milliseconds(seconds: float) -> str:

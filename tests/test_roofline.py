@@ -58,6 +58,11 @@ def test_figure_2_of_flash_attention() -> None:
 def test_the_rule_of_flash_attention() -> None:
     assert r.flash_blocks(64, 98304) == (64, 384)
     assert r.flash_blocks(128, 1024) == (2, 2)
+    for d in (16, 64, 128):
+        for quarter in (1, 3, 16, 100, 500):            # the largest tile whose parts each fit a quarter of the memory
+            columns = max(c for c in range(1, 2000) if c * d <= quarter * d)
+            rows = max(n for n in range(1, 2000) if n * d <= quarter * d and n * columns <= quarter * d)
+            assert r.flash_blocks(d, 4 * quarter * d) == (rows, columns)
 
 
 def test_any_tile_of_the_rule_fits(rng: random.Random) -> None:
