@@ -14,6 +14,7 @@ The rules, which `attnfuse.traffic` applies to whatever an eager run calls:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     for t in tensors:
         if t.numel() == 0:
             continue
-        if t.layout != torch.strided or t.is_nested:
+        if not _strided(t):
             loose += t.element_size() * int(t.numel())
             continue
         parts.setdefault(_storage(t), set()).add(elements(t))
@@ -88,27 +89,46 @@ def is_view(func: torch._ops.OpOverload, args: Any, result: Any) -> bool:
     if func._schema.is_mutable:
         return False
     made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    given = {_storage(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_nested}
-    return bool(made) and all(t.layout == torch.strided and not t.is_nested and _storage(t) in given for t in made)
+    given = {_storage(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and _strided(t)}
+    return bool(made) and all(_strided(t) and _storage(t) in given for t in made)
 
 
 def moved(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
     """(bytes read, bytes written) by one call of an operation that has run."""
     name = func._schema.name.rpartition("::")[2]
-    if name in _SILENT or is_view(func, (args, kwargs), result):
+    if name in _SILENT or torch.Tag.inplace_view in func.tags or is_view(func, (args, kwargs), result):
         return 0, 0
     changed, read = _arguments(func, args, kwargs, name)
-    given = {_storage(t) for t in changed if t.layout == torch.strided and not t.is_nested}
+    given = {_storage(t) for t in changed if _strided(t)}
     made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    made = [t for t in made if t.layout != torch.strided or t.is_nested or _storage(t) not in given]
-    if name in _SCATTERS:                        # what is written is as much as the values given
-        touched = min(distinct_bytes(read), distinct_bytes(changed))
-        return distinct_bytes(read) + touched, touched
+    made = [t for t in made if not _strided(t) or _storage(t) not in given]
+    if name in _SCATTERS:                        # of what is changed only the places that are named
+        touched = min(_places(name, args), changed[0].numel()) * changed[0].element_size()
+        adds = "add" in name or (name.lstrip("_").startswith("index_put") and len(args) > 3 and bool(args[3]))
+        return distinct_bytes(read) + touched * adds, touched
     if name in _LOOKUPS and read:
         table, rest = read[0], read[1:]
         return min(distinct_bytes([table]), distinct_bytes(made)) + distinct_bytes(rest), distinct_bytes(made)
     overwritten = name in _OVERWRITTEN or func._schema.overload_name.endswith("out")
     return distinct_bytes(read if overwritten else [*read, *changed]), distinct_bytes([*changed, *made])
+
+
+def _places(name: str, args: Sequence[Any]) -> int:
+    """How many elements a scatter names: those of its index, times the dimensions beside; a mask counts as if it were true everywhere."""
+    if name in ("scatter_", "scatter_add_", "masked_scatter_"):
+        return int(args[1 if name == "masked_scatter_" else 2].numel())
+    target = args[0]
+    if name in ("index_add_", "index_copy_"):
+        return int(args[2].numel()) * (int(target.numel()) // max(int(target.shape[args[1]]), 1) if target.dim() else 1)
+    picked, dim = 1, 0
+    beside = [int(n) for n in target.shape]
+    for index in args[1]:
+        for _ in range(index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1):
+            if index is not None:
+                beside[dim] = 1
+            dim += 1
+        picked = max(picked, int(index.numel()) if index is not None else 1)
+    return picked * math.prod(beside)
 
 
 def _arguments(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -128,8 +148,9 @@ def _arguments(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[st
 
 # ---- the mode
 
-_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
-_WHOLE = frozenset({"aten::_unsafe_view", "aten::empty_like", "aten::new_empty", "aten::lift_fresh_copy"})
+_KEYS = torch._C.DispatchKey
+_EXPLICIT = (_KEYS.CompositeExplicitAutograd, _KEYS.CompositeExplicitAutogradNonFunctional)
+_WHOLE = frozenset({"aten::_unsafe_view", "aten::empty_like", "aten::new_empty", "aten::lift_fresh_copy", "aten::scalar_tensor"})
 """Programs that would make a tensor behind the dispatcher's back, or that move nothing whatever they are made of."""
 
 
@@ -152,11 +173,12 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
             return func(*args, **kwargs)
-        if func.namespace == "aten" and _taken_apart(func, (args, kwargs)):
+        key = _program(func)
+        if key is not None and all(_strided(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
             before = len(self.calls)
             try:
                 with self:
-                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+                    return func._op_dk(key, *args, **kwargs)
             except (RuntimeError, NotImplementedError):      # it looks at values that a fake tensor has not, or the operation itself fails
                 del self.calls[before:]
         result = func(*args, **kwargs)
@@ -170,22 +192,30 @@ class Counter(TorchDispatchMode):
             self.calls.append(Call(name, read, written, _flops(func, args, kwargs, result)))
 
 
-def _taken_apart(func: torch._ops.OpOverload, args: Any) -> bool:
-    """Whether an operation is a program of others on every device (`masked_fill` is a copy and `masked_fill_`). Views and in-place
-    operations are left whole: the former move nothing, the latter are what runs."""
-    if not _composite(func):
-        return False
-    return all(t.layout == torch.strided and not t.is_nested for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 @functools.cache
-def _composite(func: torch._ops.OpOverload) -> bool:
-    schema, keys = func._schema, torch._C.DispatchKey
+def _program(func: torch._ops.OpOverload) -> torch._C.DispatchKey | None:
+    """The key of the program by which an operation is others on every device; None for a kernel. Views and in-place operations are left
+    whole: the former move nothing, the latter are what runs. So are products (whatever PyTorch knows the FLOPs of): a convolution is one
+    kernel of a library, though PyTorch finds it by way of several operations."""
+    if func.namespace != "aten" or func.overloadpacket in flop_registry:
+        return None
+    if func.has_kernel_for_dispatch_key(_KEYS.CompositeImplicitAutograd):        # below autograd these arrive from inside of other programs
+        return _KEYS.CompositeImplicitAutograd
+    schema = func._schema
     if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)) or func.overloadpacket._qualified_op_name in _WHOLE:
-        return False
-    return func.has_kernel_for_dispatch_key(_COMPOSITE) and not any(func.has_kernel_for_dispatch_key(k) for k in (keys.CPU, keys.CUDA))
+        return None
+    if any(func.has_kernel_for_dispatch_key(k) for k in (_KEYS.CPU, _KEYS.CUDA)):
+        return None
+    return next((k for k in _EXPLICIT if func.has_kernel_for_dispatch_key(k)), None)
 
 
 def _flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     formula = flop_registry.get(func.overloadpacket)
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+    try:
+        return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+    except TypeError:       # an overload with other arguments than the formula's: its traffic counts all the same
+        return 0

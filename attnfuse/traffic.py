@@ -4,9 +4,9 @@
         model(x).sum().backward()
     print(t)                    # a table by operation, and the total
 
-It is a dispatch mode: it sees every operation below autograd, so forward and backward passes alike, on real, meta and fake tensors
-(enter it inside the `FakeTensorMode`). What counts is in `attnfuse.counting`. The count is what the kernels ask of the memory if each reads
-everything once; caches that hold a result until the next kernel reads it make the measured traffic smaller.
+It is a dispatch mode: it sees every operation below autograd, so forward and backward passes alike, on real, meta and fake tensors.
+What counts is in `attnfuse.counting`. The count is what the kernels ask of the memory if each reads everything once; caches that hold a
+result until the next kernel reads it make the measured traffic smaller.
 
 Our own operations count as the generated kernels are predicted to move (`attnfuse.codegen.predict`). What inductor compiles runs outside
 of the dispatcher and is not seen: to count an optimised model, optimise it with ``inner="eager"``.
