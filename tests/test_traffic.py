@@ -106,6 +106,8 @@ def test_a_view_does_not_look_like_traffic_of_its_base() -> None:
     assert counted(lambda: x.t()[3:].unsqueeze(0)).calls == []
     assert distinct_bytes([x.expand(100, 64, 64)]) == distinct_bytes([x, x.t(), x.view(-1)]) == 4 * 64 * 64
     assert distinct_bytes([x[:32], x[16:48]]) == 4 * 48 * 64, "views that overlap are not counted beyond their span"
+    flat = x.view(-1)
+    assert distinct_bytes([flat[:64].unfold(0, 16, 4), flat[4000:]]) == 4 * (64 + 96), "windows that slide over one another"
 
 
 def test_random_pointwise_programs(seed: int) -> None:
@@ -333,3 +335,22 @@ def test_lengths_that_are_symbols_stay_symbols() -> None:
     assert reports[0].traffic == (0, 0) and "forward traffic" not in str(reports[0])
     with pytest.raises(ValueError, match="no rewritten site"):
         reports[0].plot()
+
+
+def test_what_still_runs_is_not_counted_as_saved() -> None:
+    """A bias that a product makes stays beside the fused op, as it does beside the attention as written."""
+    def f(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+        bias = rows @ rows.t()
+        bias.mul_(2.0).add_(1.0)
+        return (q @ k.transpose(-1, -2)).add_(bias).softmax(-1) @ v
+
+    (q, k, v), rows = torch.randn(3, 1, 2, 16, 8), torch.randn(16, 4)
+    report = attnfuse.explain(f, q, k, v, rows)
+    assert report.rewritten == 1
+    assert sorted(c.op for c in report.sites[0].written) == ["_softmax", "add_", "bmm", "bmm"]
+    optimised = attnfuse.optimize(f, inner="eager")
+    optimised(q, k, v, rows)
+    written, ours = counted(lambda: f(q, k, v, rows)).total, counted(lambda: optimised(q, k, v, rows))
+    fused = next(c.moved for c in ours.calls if c.op == "attnfuse::attention")
+    assert report.traffic == (sum(c.moved for c in report.sites[0].written), fused)
+    assert written - report.traffic[0] == sum(c.moved for c in counted(lambda: (rows @ rows.t()).mul_(2.0).add_(1.0)).calls)
