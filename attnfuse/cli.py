@@ -27,6 +27,8 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("target", metavar="FILE.py:NAME", help="a function without arguments that returns (model, inputs); "
                          "inputs is a tuple of arguments or a dict of keyword arguments")
     explain.add_argument("--no-run", action="store_true", help="analyse the first graph without running it")
+    explain.add_argument("--plot", metavar="FILE", help="draw the roofline of what was rewritten (needs matplotlib)")
+    explain.add_argument("--device", help="the GPU of the picture, such as h100; default: the one that is there, else an H100")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
     plan = commands.add_parser("plan", help="the kernels that would be generated for a shape on a GPU: tiles, memory, traffic, time, and why")
     _shape_arguments(plan)
@@ -90,6 +92,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     report = explain(model, *args, run=not arguments.no_run, **kwargs)
     print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if arguments.json else report)
+    try:
+        if arguments.plot:
+            report.plot(arguments.plot, device=arguments.device)
+    except (ValueError, ImportError, OSError) as e:
+        print(f"attnfuse: {e}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -12,12 +12,11 @@ import os
 from dataclasses import dataclass
 
 from . import roofline
-from .codegen import predict
+from .codegen import plan_backward, predict
 from .codegen.devices import CARDS, device as device_named
+from .codegen.header import request_of
 from .codegen.jobs import Job
 from .codegen.plan import HALF, candidates
-from .codegen.header import request_of
-from .codegen import plan_backward
 from .codegen.tiles import KIB, Device
 from .program import DOT, WEIGHT, Expr, apply, axis, const, le, mul, where
 from .spec import Access, AttentionSpec, Operand, dtype_of
@@ -130,7 +129,8 @@ def plan_text(shape: Shape, dtype: str, device: str, backward: bool = False) -> 
 
 
 def _device_line(card: Device) -> str:
-    rates = f", {card.peak / 1e12:.4g} TFLOP/s, {card.bandwidth / 1e12:.3g} TB/s" if card.peak else "; its rates are not known, so no time is predicted"
+    rates = f", {card.peak / 1e12:.4g} TFLOP/s, {card.bandwidth / 1e12:.3g} TB/s" if card.peak else \
+        "; its rates are not known, so no time is predicted"
     return f"{card.name}: {card.shared // KIB} KB of shared memory a block, {card.registers} registers a thread, {card.processors} processors{rates}"
 
 
@@ -148,7 +148,7 @@ def _candidates(found: list[predict.Prediction], card: Device, others: list[str]
     assert best.plan is not None
     lines += [f"  why: {reason}" for reason in best.plan.reasons]
     if card.peak and len(found) > 1:
-        lines.append("  the order was measured or compiled for; 'at least' is what the roofline allows, which knows no latency and no instruction but products")
+        lines.append("  the planner's order: measured fastest, or compiled without spilling, first; 'at least' is what the roofline allows")
     lines += [f"  or {other}" for other in others or ()]
     arithmetic = f"{best.flops / 1e9:.4g} GFLOP, {best.intensity:.4g} FLOPs a byte"
     if card.peak:

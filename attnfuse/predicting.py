@@ -51,9 +51,12 @@ class _DropoutInOneKernel(TorchFunctionMode):
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.dropout` and `torch.dropout`, by the kernel of a GPU wherever the tensor is."""
-    if inplace or not (training if train is None else train) or p <= 0.0 or p >= 1.0:
-        return torch._VF.dropout_(input, p, training) if inplace else torch._VF.dropout(input, p, training if train is None else train)  # type: ignore[attr-defined]
+    """As `torch.nn.functional.dropout` and `torch.dropout` (which calls the third argument `train`), by the kernel of a GPU."""
+    active = training if train is None else train
+    if inplace:
+        return torch._VF.dropout_(input, p, active)  # type: ignore[attr-defined]
+    if not active or p <= 0.0 or p >= 1.0:
+        return torch._VF.dropout(input, p, active)  # type: ignore[attr-defined]
     return torch.native_dropout(input, p, True)[0]
 
 

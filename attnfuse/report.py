@@ -158,7 +158,8 @@ class Report:
         points = self.kernels(measured)
         if not points:
             raise ValueError("the report has no rewritten site whose traffic is known")
-        return roofline.plot(points, chosen.peak, chosen.bandwidth, path, title=f"{self.rewritten} attention site{'' if self.rewritten == 1 else 's'}, forward, on {chosen.name}")
+        sites = f"{self.rewritten} attention site{'' if self.rewritten == 1 else 's'}"
+        return roofline.plot(points, chosen.peak, chosen.bandwidth, path, title=f"{sites}, forward, on {chosen.name}")
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

@@ -125,7 +125,7 @@ def traffic(device: str | Device | None = None) -> Iterator[Traffic]:
 
     Args:
         device: count as on this GPU (``"h100"``, see `attnfuse.codegen.devices`): dropout is then the one kernel that it is there, which
-            writes a mask of bytes, and our own operations are predicted for it. By default kernels are counted as they run
+            writes a mask of bytes (the one inside of `nn.functional.multi_head_attention_forward` stays as it runs), and our own operations are predicted for it. By default kernels are counted as they run
             where the tensors are, and predictions are for the GPU that is there, or else for an H100.
 
     Yields:

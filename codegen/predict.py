@@ -66,9 +66,9 @@ class Prediction:
 
 def total(name: str, parts: Sequence[Prediction]) -> Prediction:
     """Several kernels one after the other."""
-    times = [p.seconds for p in parts]
-    return Prediction(name, sum(p.moved for p in parts), sum(p.written for p in parts), sum(p.most for p in parts), sum(p.flops for p in parts), sum(p.programs for p in parts),
-                      sum(p.waves for p in parts), None if None in times else sum(t for t in times if t is not None))
+    times = [p.seconds for p in parts if p.seconds is not None]
+    moved, written, most, flops, programs = (sum(getattr(p, n) for p in parts) for n in ("moved", "written", "most", "flops", "programs"))
+    return Prediction(name, moved, written, most, flops, programs, sum(p.waves for p in parts), sum(times) if len(times) == len(parts) else None)
 
 
 def forward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], device: Device, plan: KernelPlan | None = None) -> Prediction:

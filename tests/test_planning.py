@@ -71,6 +71,17 @@ def test_roofline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").exists()
 
 
+def test_explain_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "drawn.py").write_text("import torch\ndef build():\n    return (lambda q, k, v: (q @ k.mT).softmax(-1) @ v), torch.randn(3, 1, 2, 32, 8)\n"
+                                       "def other():\n    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)\n")
+    assert run(capsys, "explain", f"{tmp_path}/drawn.py:build", "--plot", str(tmp_path / "r.png"), "--device", "b200")[0] == 0
+    assert (tmp_path / "r.png").exists()
+    for name, device, message in (("build", "gtx", "known ones are"), ("other", "b200", "no rewritten site")):
+        status, _, err = run(capsys, "explain", f"{tmp_path}/drawn.py:{name}", "--plot", str(tmp_path / "x.png"), "--device", device)
+        assert status == 2 and message in err
+
+
 @pytest.mark.parametrize("command, arguments, message", [
     ("plan", "--device gtx", "unknown device 'gtx': the known ones are a100"),
     ("plan", "--device sm_12", "unknown architecture"),
