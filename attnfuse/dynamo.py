@@ -73,6 +73,9 @@ def _predicted(site: Site) -> Site:
         return replace(site, fused=forward(site.spec, site.sizes, site.held, default_device()))
     except ValueError:
         return site
+    except Exception:       # a remark of the report must not cost the fusion
+        log.debug("a site's traffic could not be predicted", exc_info=True)
+        return site
 
 
 class Backend:

@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..spec import AttentionSpec, dtype_of
 from . import plan as forward_plan
 from . import plan_backward
@@ -82,9 +84,9 @@ def forward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], dev
         plan: by default the preferred one.
 
     Raises:
-        ValueError: there is no kernel (a head dimension above 256).
+        ValueError: there is no kernel (float64, or a head dimension above 256).
     """
-    request = request_of(spec, sizes, wide=False, precision=_precision(device))
+    request = _request(spec, sizes, device)
     plan = plan or forward_plan.candidates(spec, request, device)[0]
     share = visited(spec, sizes, plan.block_m)
     swept = _once(spec, held, ("key", "value"))
@@ -99,11 +101,9 @@ def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], ne
     Args: as of `forward`; `needs` names the operands whose gradients are wanted.
 
     Raises:
-        ValueError: there is no kernel (a head dimension above 256).
+        ValueError: as of `forward`.
     """
-    request = request_of(spec, sizes, wide=False, precision=_precision(device))
-    if max(request.depth, request.value_depth) > 256:
-        raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernels hold up to 256")
+    request = _request(spec, sizes, device)
     query, key, value = (needs[a.operand] for a in (spec.query, spec.key, spec.value))
     captured = sum(held[n] for n in spec.captured if needs[n])
     result, row = _result(spec, sizes), _statistics(spec, sizes)
@@ -126,8 +126,14 @@ def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], ne
 
 # ---- parts
 
-def _precision(device: Device) -> str:
-    return "bf16x6" if device.backend == "cuda" else "ieee"
+def _request(spec: AttentionSpec, sizes: dict[str, int], device: Device) -> Request:
+    """What the planner needs to know; raises ValueError where no kernel can be generated."""
+    if spec.compute_dtype != torch.float32:
+        raise ValueError("the kernels compute in float32, not in float64")
+    request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee")
+    if max(request.depth, request.value_depth) > 256:
+        raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernels hold up to 256")
+    return request
 
 
 def _once(spec: AttentionSpec, held: Sequence[int], roles: Sequence[str]) -> int:

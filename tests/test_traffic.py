@@ -354,3 +354,24 @@ def test_what_still_runs_is_not_counted_as_saved() -> None:
     fused = next(c.moved for c in ours.calls if c.op == "attnfuse::attention")
     assert report.traffic == (sum(c.moved for c in report.sites[0].written), fused)
     assert written - report.traffic[0] == sum(c.moved for c in counted(lambda: (rows @ rows.t()).mul_(2.0).add_(1.0)).calls)
+
+
+@pytest.mark.parametrize("dtype, width", [(torch.float32, 300), (torch.float64, 16)])
+def test_what_has_no_kernel_counts_its_operands(dtype: torch.dtype, width: int) -> None:
+    q, k, v = (torch.randn(1, 2, 32, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    report = attnfuse.explain(plain, q, k, v)
+    assert report.rewritten == 1 and report.sites[0].fused is None and report.sites[0].traffic is None and "forward traffic" not in str(report)
+    optimised = attnfuse.optimize(plain, inner="eager")
+    optimised(q, k, v)
+    t = counted(lambda: optimised(q, k, v).sum().backward())
+    one = dtype.itemsize * q.numel()
+    assert [c.moved for c in t.calls if c.op == "attention"] == [4 * one + 2 * 32 * 2 * dtype.itemsize]
+    assert [c.op for c in t.calls].count("attention_backward") == 1
+
+
+def test_lengths_of_zero() -> None:
+    optimised = attnfuse.optimize(plain, inner="eager")
+    for tokens in (4, 0):
+        q, k, v = torch.randn(3, 1, 2, tokens, 8)
+        optimised(q, k, v)
+        assert (counted(lambda: optimised(q, k, v)).total == 0) == (tokens == 0)
