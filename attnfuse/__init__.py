@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if (_Path(__file__).parent.parent / "pyproject.toml").exists():
     __path__.append(str(_Path(__file__).parent.parent))
 
+from . import roofline
 from .settings import Settings, settings
+from .traffic import Traffic, traffic
 
 if _TYPE_CHECKING:
     from .api import explain as explain, last_report as last_report, optimize as optimize, rewrite as rewrite
@@ -20,8 +22,8 @@ _LAZY = {"explain": "api", "last_report": "api", "optimize": "api", "rewrite": "
          "Report": "report", "Site": "report", "AttentionSpec": "spec"}
 """Public names and their modules; torch is imported with the first of them that is used."""
 
-__all__ = ["AttentionSpec", "Reason", "Refusal", "Report", "Settings", "Site", "__version__", "explain", "last_report", "optimize",
-           "rewrite", "settings"]
+__all__ = ["AttentionSpec", "Reason", "Refusal", "Report", "Settings", "Site", "Traffic", "__version__", "explain", "last_report",
+           "optimize", "rewrite", "roofline", "settings", "traffic"]
 
 
 def __getattr__(name: str) -> object:

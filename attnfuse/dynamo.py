@@ -13,13 +13,14 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
 
-from .report import Report, dump, merge
+from .report import Report, Site, dump, merge
 from .settings import NAMES, Settings, resolve
 
 Compiled = Callable[..., Any]
@@ -49,6 +50,7 @@ def analyse(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
         # missing on a machine costs the fusion, not the model.
         from attnfuse.passes import pipeline
         gm, report = pipeline.run(gm, settings)
+        report.sites = [_predicted(site) for site in report.sites]
     except Exception as e:
         if settings.strict:
             raise
@@ -61,6 +63,20 @@ def analyse(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
         log.info("wrote %s", dump(report, settings.dump))
         report.snapshots.clear()  # on disk now; a report may live as long as its model
     return gm, report
+
+
+def _predicted(site: Site) -> Site:
+    """The site with what its generated kernel would move; as it is where nothing was counted or there is no kernel for it."""
+    if not site.written or site.spec is None:
+        return site
+    from .predicting import default_device, forward
+    try:
+        return replace(site, fused=forward(site.spec, site.sizes, site.held, default_device()))
+    except ValueError:
+        return site
+    except Exception:       # a remark of the report must not cost the fusion
+        log.debug("a site's traffic could not be predicted", exc_info=True)
+        return site
 
 
 class Backend:

@@ -1,9 +1,9 @@
 """Report: what was found in a model's graphs, what was rewritten, and why the rest was not.
 
     attnfuse: 2 of 3 attention sites rewritten; 1 graph, 0.31 s in the passes
-      sites  module    source       result
-          2  h.0…1     gpt.py:31    rewritten, equation 1
-          1  pool      gpt.py:58    weights_used: the attention weights are used elsewhere [find, softmax_2]
+      sites  module    source       forward traffic     result
+          2  h.0…1     gpt.py:31    54.5 GB → 1.09 GB   rewritten, equation 1
+          1  pool      gpt.py:58                        weights_used: the attention weights are used elsewhere [find, softmax_2]
       1  out[b0, b1, i, e] = Σ_j p · v[b0, b1, j, e];  p = softmax_j(0.125 * s);  s = Σ_d q[b0, b1, i, d] · k[b0, b1, j, d]
 
 Invariant: every softmax-like node and attention call of a graph has exactly one `Site`, rewritten or with its reason.
@@ -14,14 +14,18 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .refusal import Refusal
+from .roofline import Kernel
 from .spec import AttentionSpec
+from .traffic import Call, Traffic, size
 
+if TYPE_CHECKING:
+    from .codegen.tiles import Device
 
 WIDTH = 116
 """Columns of the text."""
@@ -42,6 +46,10 @@ class Site:
         spec: the meaning.
         layer_hash: equal for regions that were analysed once.
         notes: remarks, a sentence each.
+        written: the kernels of its forward pass as it is written and what they move; empty where it was not rewritten, or where a length
+            is symbolic.
+        fused: the generated kernel's, as predicted, for the GPU that is there or else an H100.
+        sizes, held: the integers of the call, in the order of the spec; the bytes of the distinct elements of its operands.
     """
 
     rewritten: bool
@@ -54,6 +62,15 @@ class Site:
     spec: AttentionSpec | None = None
     layer_hash: str = ""
     notes: tuple[str, ...] = ()
+    written: tuple[Call, ...] = ()
+    fused: Call | None = None
+    sizes: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+
+    @property
+    def traffic(self) -> tuple[int, int] | None:
+        """Bytes moved forward (as written, fused), None where they are not known."""
+        return (sum(c.moved for c in self.written), self.fused.moved) if self.written and self.fused else None
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON knows."""
@@ -62,7 +79,8 @@ class Site:
             "stage": self.reason.stage, "detail": self.reason.detail}
         return {"rewritten": self.rewritten, "reason": reason, "equation": self.equation, "module": self.module, "source": self.source,
                 "node": self.node, "graph": self.graph, "spec": None if self.spec is None else json.loads(self.spec.to_json()),
-                "layer_hash": self.layer_hash, "notes": list(self.notes)}
+                "layer_hash": self.layer_hash, "notes": list(self.notes),
+                "traffic": None if self.traffic is None else dict(zip(("written", "fused"), self.traffic))}
 
 
 @dataclass(frozen=True)
@@ -102,12 +120,54 @@ class Report:
         """How many sites were rewritten."""
         return sum(s.rewritten for s in self.sites)
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes moved forward by the rewritten sites (as written, fused); sites of which they are not known count nothing."""
+        known = [s.traffic for s in self.sites if s.traffic is not None]
+        return sum(w for w, _ in known), sum(f for _, f in known)
+
+    def kernels(self, measured: Mapping[str, float] | None = None) -> list[Kernel]:
+        """The points of `plot`: an operation of the sites as written, over all sites, and ``fused``, with seconds that were measured by name."""
+        sites = [s for s in self.sites if s.written and s.fused is not None]
+        points = Traffic([c for s in sites for c in s.written]).kernels()
+        fused = [s.fused for s in sites if s.fused is not None]
+        points += [Kernel("fused", sum(c.flops for c in fused), sum(c.moved for c in fused))] if fused else []
+        return [replace(p, measured=(measured or {}).get(p.name)) for p in points]
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, device: str | Device | None = None,
+             measured: Mapping[str, float] | None = None) -> Any:
+        """A roofline picture of the rewritten sites' forward pass: the kernels as written, and the fused one.
+
+        Args:
+            path: a file to write, of any kind that matplotlib knows.
+            device: the GPU whose roof is drawn, by name (`attnfuse.codegen.devices`); by default the one that is there, else an H100.
+            measured: seconds that were measured, by the name of an operation or ``"fused"``, over all sites.
+
+        Returns:
+            Matplotlib's axes.
+
+        Raises:
+            ImportError: matplotlib is not there (``pip install attnfuse[plot]``).
+            ValueError: the report has no site whose traffic is known; an unknown device, or one whose rates are not known.
+        """
+        from . import roofline
+        from .predicting import named
+        chosen = named(device)
+        if not chosen.peak:
+            raise ValueError(f"the rates of {chosen.name} are not known; name a card such as 'h100'")
+        points = self.kernels(measured)
+        if not points:
+            raise ValueError("the report has no rewritten site whose traffic is known")
+        sites = f"{self.rewritten} attention site{'' if self.rewritten == 1 else 's'}"
+        return roofline.plot(points, chosen.peak, chosen.bandwidth, path, title=f"{sites}, forward, on {chosen.name}")
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON knows; the snapshots are left out."""
-        return {"graphs": self.graphs, "rewritten": self.rewritten, "seconds": self.seconds, "sites": [s.to_dict() for s in self.sites],
+        return {"graphs": self.graphs, "rewritten": self.rewritten, "seconds": self.seconds, "traffic": dict(zip(("written", "fused"), self.traffic)),
+                "sites": [s.to_dict() for s in self.sites],
                 "passes": [{"name": p.name, "seconds": p.seconds, "note": p.note} for p in self.passes], "failures": list(self.failures)}
 
 
@@ -195,6 +255,12 @@ def _head(report: Report) -> str:
     return f"attnfuse: {report.rewritten} of {len(report.sites)} attention site{plural} rewritten; {cost}"
 
 
+def _saving(sites: Iterable[Site]) -> str:
+    """``54.5 GB → 1.09 GB``: what the sites move forward as written, and fused; empty where it is not known."""
+    known = [s.traffic for s in sites if s.traffic is not None]
+    return f"{size(sum(w for w, _ in known))} → {size(sum(f for _, f in known))}" if known else ""
+
+
 def _equation(number: int, equation: str) -> list[str]:
     """An equation with its number, a line for each part, folded to fit a terminal."""
     lead = f"  {number}  "
@@ -209,16 +275,18 @@ def _lines(report: Report) -> list[str]:
     """The readable form: a headline, a row for each group, the equations, the remarks and the failures."""
     groups = _groups(report.sites)
     equations = list(dict.fromkeys(s.equation for g in groups.values() for s in g if s.equation))
-    rows = [("sites", "module", "source", "result")] if groups else []
+    known_traffic = any(s.traffic for s in report.sites)
+    rows = [("sites", "module", "source", *(("forward traffic",) if known_traffic else ()), "result")] if groups else []
     for (rewritten, text, _), sites in groups.items():
         sources = list(dict.fromkeys(os.path.basename(s.source) for s in sites if s.source))
         source = sources[0] + (f" (+{len(sources) - 1})" if len(sources) > 1 else "") if sources else ""
         known = [equations.index(s.equation) + 1 for s in sites[:1] if s.equation]
         result = "rewritten" if rewritten else text
-        rows.append((str(len(sites)), fold(s.module for s in sites), source, result + (f", equation {known[0]}" if known else "")))
-    widths = [max((len(r[c]) for r in rows), default=0) for c in range(3)]
+        rows.append((str(len(sites)), fold(s.module for s in sites), source, *((_saving(sites),) if known_traffic else ()),
+                     result + (f", equation {known[0]}" if known else "")))
+    widths = [max((len(r[c]) for r in rows), default=0) for c in range(len(rows[0]) - 1 if rows else 0)]
     lines = [_head(report)]
-    lines += [f"  {r[0]:>{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:<{widths[2]}}  {r[3]}" for r in rows]
+    lines += ["  ".join([f"  {r[0]:>{widths[0]}}", *(f"{x:<{w}}" for x, w in zip(r[1:-1], widths[1:])), r[-1]]) for r in rows]
     for number, equation in enumerate(equations, 1):
         lines += _equation(number, equation)
     lines += [f"  note: {text}" for text in dict.fromkeys(x for s in report.sites for x in s.notes)]

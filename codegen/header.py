@@ -76,7 +76,7 @@ def render(spec: AttentionSpec, plan: KernelPlan, kernel: Kernel, call: Call) ->
     if bounds:
         lines += _wrap(f"- keys that count: {', '.join(str(b) for b in bounds)}"
                        + ("; the others too in a tile with a row that sees no allowed key" if analyse(spec).speculative else ""), "  ")
-    cost = f"about {moved / 1e6:.1f} MB of memory traffic and {flops / 1e9:.2f} GFLOP a call"
+    cost = f"up to {moved / 1e6:.1f} MB of memory traffic and {flops / 1e9:.2f} GFLOP a call"
     place = origin.of(spec)
     lines += ["", *_wrap(f"First written for {lengths}{f', from {place}' if place else ''}: {cost}.", "")]
     lines += [f"Versions: {', '.join(f'{k} {v}' for k, v in versions().items())}.", '"""']

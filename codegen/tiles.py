@@ -20,8 +20,17 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Device:
-    """Limits that a plan must respect: usable shared memory a block (bytes), processors, registers a thread, lanes a warp; and whether tiles
-    are fetched as boxes, by descriptors (measured on Hopper alone: Blackwell has the unit too, but there the tiles take more memory)."""
+    """Limits that a plan must respect, and the rates from which a time is predicted.
+
+    Attributes:
+        name, backend: to print; ``"cuda"`` or ``"hip"``.
+        shared: usable shared memory a block, bytes. processors, registers, lanes: a device, a thread, a warp.
+        boxes: whether tiles are fetched as boxes, by descriptors: on Hopper, where that was measured. Blackwell has the unit too,
+            but the same tiles take more memory there.
+        peak: FLOP/s of dense products of float16 or bfloat16 with float32 sums; 0 where it is not known.
+        bandwidth: of the main memory, bytes/s; 0 where it is not known.
+        cache: the last cache that all processors share, bytes.
+    """
 
     name: str
     backend: str
@@ -30,6 +39,9 @@ class Device:
     registers: int = 255
     lanes: int = 32
     boxes: bool = False
+    peak: float = 0.0
+    bandwidth: float = 0.0
+    cache: int = 0
 
     @property
     def asynchronous(self) -> bool:

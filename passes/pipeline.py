@@ -28,6 +28,7 @@ from . import nodes, verify
 from .assemble import Lifted, assemble
 from .expand import Expansion, expand, opaque, settle
 from .find import Candidate, find
+from .measure import Measured, measure
 from .region import GraphFacts, Region, merge_order, scores_observer, slice_region
 from .replace import replace, sweep
 from .replay import replay
@@ -50,6 +51,7 @@ class State:
     done: list[Region] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     known: dict[str, Lifted | Refusal] = field(default_factory=dict)
+    measured: dict[str, Measured | None] = field(default_factory=dict)  # by the text of a slice
 
 
 def run(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
@@ -213,7 +215,18 @@ def _splice(state: State, key: Node) -> None:
             state.gm.graph.erase_node(n)
         raise
     state.done.append(region)
+    if region.text not in state.measured:
+        state.measured[region.text] = _measured(region, lifted)
     origin.note(lifted.spec, nodes.module_path(region.candidate.anchor), nodes.source_line(region.candidate.anchor))
+
+
+def _measured(region: Region, lifted: Lifted) -> Measured | None:
+    """What the slice moves as it is written; a remark of the report, so that nothing is lost where it cannot be counted."""
+    try:
+        return measure(region, lifted)
+    except Exception:
+        log.debug("a slice could not be counted", exc_info=True)
+        return None
 
 
 def _sweep(state: State) -> str:
@@ -290,8 +303,10 @@ def _sites(state: State) -> list[Site]:
     for c in state.candidates:
         key = _key(c)
         region, lifted = state.regions.get(key), state.lifted.get(key)
+        measured = state.measured.get(region.text) if region and key in done else None
         out.append(Site(
             rewritten=key in done, reason=None if key in done else state.refused.get(key), equation=lifted.spec.equation() if lifted else None,
             module=nodes.module_path(c.anchor), source=nodes.source_line(c.anchor), node=c.anchor.name, spec=lifted.spec if lifted else None,
-            layer_hash=sha256(region.text.encode()).hexdigest()[:8] if region else ""))
+            layer_hash=sha256(region.text.encode()).hexdigest()[:8] if region else "", written=measured.calls if measured else (),
+            sizes=measured.sizes if measured else (), held=measured.held if measured else ()))
     return out

@@ -6,7 +6,7 @@ Dropout becomes `aten.native_dropout` whatever device and mode PyTorch would pic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,20 @@ def replay(region: Region, inputs: Sequence[Any]) -> list[Any]:
     env: dict[Node, Any] = dict(zip(region.inputs, inputs, strict=True))
     out: list[Any] = []
     for node in region.body:
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-        env[node] = _run(node, args, kwargs)
+        env[node] = run_node(node, env)
         out.append(env[node])
     return out
 
 
-def _run(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_node(node: Node, env: Mapping[Node, Any], fused: bool = False) -> Any:
+    """The value of a node from those of its inputs; with `fused` a fused call is not spelled out."""
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+    return _run(node, args, kwargs, fused)
+
+
+def _run(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], fused: bool) -> Any:
     called = nodes.name(node)
-    if called in nodes.SDPA:
+    if called in nodes.SDPA and not fused:
         return attention(*args, **kwargs)
     if called in ("dropout", "dropout_"):
         return _dropout(node, args, kwargs)

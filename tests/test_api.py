@@ -440,7 +440,7 @@ def test_demo_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert set(attnfuse.__all__) == {"Settings", "settings", "__version__", *attnfuse._LAZY} <= set(dir(attnfuse))
+    assert set(attnfuse.__all__) == {"Settings", "settings", "Traffic", "traffic", "roofline", "__version__", *attnfuse._LAZY} <= set(dir(attnfuse))
     assert all(getattr(attnfuse, name) is not None for name in attnfuse.__all__)
     with pytest.raises(AttributeError, match="no attribute 'optimise'"):
         attnfuse.optimise  # noqa: B018

@@ -4,10 +4,13 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
 import sys
 import types
 from dataclasses import fields
 from pathlib import Path
+
+import pytest
 
 import attnfuse
 from attnfuse.refusal import Reason
@@ -58,6 +61,35 @@ def test_the_page_on_training_runs(tmp_path: Path) -> None:
     assert report is not None and report.rewritten == len(report.sites) == 1
 
 
+def test_the_page_on_the_roofline_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)                     # the page draws into the folder where it runs
+    out = run(DOCS / "roofline.md", tmp_path, "roofline_page")
+    assert "38.1 GB against 4.6" in out and "→" in out
+
+
+def test_the_page_on_the_roofline_prints_what_the_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
+    from attnfuse import cli
+    commands = [c for block in blocks(DOCS / "roofline.md", "sh") for c in block.splitlines()]
+    printed = blocks(DOCS / "roofline.md", "text")
+    assert len(commands) == len(printed) == 2
+    for command, text in zip(commands, printed, strict=True):
+        assert cli.main(shlex.split(command)[1:]) == 0
+        assert capsys.readouterr().out.strip() == text.strip()
+
+
+def devices() -> str:
+    """The generated part of roofline.md."""
+    from attnfuse.codegen.devices import CARDS
+    lines = [f"| `{n}` | {c.name} | {c.peak / 1e12:.4g} | {c.bandwidth / 1e12:.4g} | {c.peak / c.bandwidth:.0f} | {c.shared // 1024} | {c.cache >> 20} |"
+             for n, c in CARDS.items()]
+    return "\n".join(["| `--device` | card | TFLOP/s | TB/s | ridge | KB of shared memory a block | MB of shared cache |", "|---|---|---|---|---|---|---|",
+                      *lines])
+
+
+def test_the_table_of_devices_is_complete(update: bool) -> None:
+    generated(DOCS / "roofline.md", devices(), update)
+
+
 def test_every_link_leads_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
@@ -82,15 +114,20 @@ def refusals() -> str:
     return "\n".join(["| code | meaning |", "|---|---|", *lines])
 
 
-def test_the_catalogue_of_refusals_is_complete(update: bool) -> None:
-    page = DOCS / "refusals.md"
+def generated(page: Path, expected: str, update: bool) -> None:
+    """The one generated part of a page is `expected`, or becomes it with --update."""
     text = page.read_text(encoding="utf-8")
-    parts = re.split(r"(<!-- generated[^\n]*-->\n).*(\n<!-- end -->)", text, flags=re.DOTALL)
-    assert len(parts) == 4, "refusals.md has one generated part"
+    parts = re.split(r"(<!-- generated[^\n]*-->\n).*?(\n?<!-- end -->)", text, flags=re.DOTALL)
+    assert len(parts) == 4, f"{page.name} has one generated part"
+    whole = parts[0] + parts[1] + expected + "\n" + parts[2].lstrip("\n") + parts[3]
     if update:
-        page.write_text(parts[0] + parts[1] + refusals() + parts[2] + parts[3], encoding="utf-8")
+        page.write_text(whole, encoding="utf-8")
     else:
-        assert text == parts[0] + parts[1] + refusals() + parts[2] + parts[3], "run pytest tests/test_readme.py --update"
+        assert text == whole, "run pytest tests/test_readme.py --update"
+
+
+def test_the_catalogue_of_refusals_is_complete(update: bool) -> None:
+    generated(DOCS / "refusals.md", refusals(), update)
 
 
 def test_the_changelog_names_the_version_or_what_comes() -> None:
@@ -100,7 +137,7 @@ def test_the_changelog_names_the_version_or_what_comes() -> None:
 
 def test_public_functions_are_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in ("optimize", "explain", "rewrite", "last_report", "settings"):
+    for name in ("optimize", "explain", "rewrite", "last_report", "settings", "traffic"):
         assert f"attnfuse.{name}(" in text, name
 
 
