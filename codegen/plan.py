@@ -214,8 +214,11 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
     cost = footprint(tile, qk_bytes, pv_bytes, tile_loads(spec), device.lanes)
     if request.wide:
         reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
+    described = tuple(n for n in reads_by_descriptor(request, device, block_m, block_n) if n != "do")
+    if described:
+        reasons = (*reasons, f"tiles of {', '.join(described)} are fetched by descriptors")
     return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers, reads_by_descriptor(request, device, block_m, block_n))
+                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers, described)
 
 
 LEAST_WORK = 2 ** 30

@@ -129,6 +129,8 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, b
     described = reads_by_descriptor(request, device, block_m, block_n) if job.kind != "rows" else ()
     if job.kind == "keys" and described:
         described = (*described, "rows")        # else every thread fetches its own elements of what belongs to a row, in each tile
+    if described:
+        reasons.append(f"tiles of {', '.join(described)} are fetched by descriptors")
     most = 0
     if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and max(block_d, block_e) <= 64:
         most = _THREE_BLOCKS

@@ -24,6 +24,7 @@ from . import plan_backward
 from .header import request_of, visited
 from .jobs import Job
 from .plan import KernelPlan, Request
+from .reads import dense
 from .tiles import Device, work
 
 STATISTICS = 8
@@ -130,7 +131,7 @@ def _request(spec: AttentionSpec, sizes: dict[str, int], device: Device) -> Requ
     """What the planner needs to know; raises ValueError where no kernel can be generated."""
     if spec.compute_dtype != torch.float32:
         raise ValueError("the kernels compute in float32, not in float64")
-    request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee")
+    request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee", described=dense(spec, sizes))
     if max(request.depth, request.value_depth) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernels hold up to 256")
     return request

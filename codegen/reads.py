@@ -59,6 +59,12 @@ def describable(index: Sequence[Expr], own: tuple[str, str], sizes: Mapping[str,
     return all(s > 0 and s % _UNIT == 0 for s in steps)
 
 
+def dense(spec: AttentionSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The roles that a descriptor could describe if every tensor lay densely: for plans of calls that are not there."""
+    halves = {n: spec.operands[a.operand].dtype for n, a in (("q", spec.query), ("k", spec.key), ("v", spec.value))} | {"do": spec.out_dtype}
+    return tuple(n for n, dtype in halves.items() if dtype in ("float16", "bfloat16") and sizes[ROLES[n][1]] * 2 % _UNIT == 0)
+
+
 def descriptor(tensor: torch.Tensor, block: Sequence[int]) -> object:
     """Triton's descriptor of a tensor for which `describable` holds."""
     from triton.tools.tensor_descriptor import TensorDescriptor
