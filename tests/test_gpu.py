@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnfuse import walker
-from attnfuse.codegen import launch
+from attnfuse.codegen import launch, launch_backward, plan
 from attnfuse.reference import reference
 from tests.specs import BY_NAME, CASES, Case, Shape
 
@@ -15,6 +15,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DTYPES = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 2e-6}
 """Largest relative Frobenius error: a few roundings of the dtype (the fp32 bound allows for sums of 1000 terms)."""
 SHAPES = (Shape((2, 3), 200, 200, 64, 64), Shape((1, 2), 129, 65, 40, 72), Shape((2, 2), 1, 300, 128, 128), Shape((1, 2), 77, 1, 256, 16))
+
+
+@pytest.fixture(autouse=True)
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles by descriptors wherever they can be, which short sequences are not worth otherwise."""
+    monkeypatch.setattr(plan, "LEAST_WORK", 0)
+    monkeypatch.setattr(launch, "_runs", {})
+    monkeypatch.setattr(launch_backward, "_runs", {})
 
 
 @pytest.fixture(autouse=True)
@@ -145,8 +153,6 @@ def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda 
 
 @pytest.fixture
 def poisoned_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnfuse.codegen import launch_backward
-
     scratch = launch_backward._scratch
     monkeypatch.setattr(launch_backward, "_scratch", lambda *args: scratch(*args).fill_(12345.0))
 
@@ -159,6 +165,13 @@ def poisoned_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_backward_of_every_mechanism(case: Case, dtype: str, shape: Shape, seed: int) -> None:
     check_backward(case, shape, dtype, seed)
+
+
+@pytest.mark.usefixtures("poisoned_backward")
+@pytest.mark.parametrize("name", ("plain", "causal_padding_min", "bias", "dropout", "grouped", "alibi_causal"))
+def test_tiles_by_pointers(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LEAST_WORK", 2 ** 62)
+    check_backward(BY_NAME[name], Shape((1, 2), 300, 300, 128, 128), "bfloat16", seed)
 
 
 @pytest.mark.usefixtures("poisoned_backward")
@@ -189,7 +202,6 @@ def test_backward_gives_the_same_bits_every_time(seed: int) -> None:
 def test_backward_of_a_model(dtype: str, seed: int) -> None:
     """Gradients of a compiled chain come from generated kernels, and are as exact as eager's."""
     import attnfuse  # noqa: F401
-    from attnfuse.codegen import launch_backward
 
     torch.manual_seed(seed)
     leaves = [torch.randn(2, 4, 257, 64, device="cuda", dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3)]
