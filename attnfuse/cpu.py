@@ -20,7 +20,7 @@ import torch
 from .elements import Box
 from .intervals import interval
 from .program import WEIGHT, Expr, add, apply, const, depends, mul, where
-from .ranges import DEAD, Bound, analyse
+from .ranges import Bound, analyse
 from .spec import Access, AttentionSpec
 from .tiling import Call, allocate_out, prepare, run
 
@@ -28,6 +28,9 @@ _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CAUSAL = Bound("upper", 1, const(0))
 DTYPES = frozenset({"float32", "float64", "bfloat16", "float16"})
+_DEAD = -1e8
+"""Fills from here on are as good as -inf, which is what the fused kernel has. Not float16's least number, which scores may come near:
+the tiled loop looks at each row."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def plain(spec: AttentionSpec) -> Plain | None:
     if len(dtypes) != 1 or not dtypes <= DTYPES or spec.weight != WEIGHT or spec.extra_terms or len(spec.batch) > 3:
         return None
     ranges = analyse(spec)
-    if ranges.bounds not in ((), (CAUSAL,)):
+    if ranges.bounds not in ((), (CAUSAL,)) or ranges.speculative and ranges.masked_below > _DEAD / 2:
         return None
     parts = _linear(ranges.inside, 1.0)
     if parts is None:
@@ -86,7 +89,7 @@ def _linear(score: Expr, outer: float) -> tuple[float, Expr | None] | None:
         return inner and (inner[0] * factor, apply(score.op, inner[1], b) if inner[1] else None)
     if score.op == "where" and "dot" not in depends(score.args[0]):
         c, a, b = score.args
-        dead = [x for x in (a, b) if "dot" not in depends(x) and outer > 0 and interval(x, {})[1] * outer <= DEAD]
+        dead = [x for x in (a, b) if "dot" not in depends(x) and outer > 0 and interval(x, {})[1] * outer <= _DEAD]
         if len(dead) != 1:
             return None
         inner = _linear(b if dead[0] is a else a, outer)
@@ -139,7 +142,7 @@ def _arguments(spec: AttentionSpec, plan: Plain, operands: Sequence[torch.Tensor
         if split is None or split.mask is None:
             return None
         mask = run(call, split.mask, box | {"i": (0, 1)}, {})
-        if not bool((mask.amax(-1) > DEAD / 2).all()):  # also where it is NaN
+        if not bool((mask.amax(-1) > _DEAD / 2).all()):  # also where it is NaN
             return None
         mask = mask.expand([call.sizes[a] for a in call.spec.batch] + [1, named["j"]])
         mask = mask.reshape([*four, 1, named["j"]])

@@ -64,6 +64,8 @@ NOT_PLAIN: dict[str, AttentionSpec] = {
     "window": attention(where(window(3), S, const(-INF))),
     "causal, bottom right": attention(where(le(J, add(I, const(1))), S, const(-INF))),
     "small fill": attention(causal(S, -100.0)),
+    "float16's least number": attention(causal(S, -65504.0)),
+    "float16's least number for padding": attention(where(padding(), S, const(-65504.0)), MASK),
     "small padding fill": attention(where(padding(), S, const(-100.0)), MASK),
     "row bias": attention(add(S, load(3, (I,), "float")), (("bias", "float64", 1),)),
     "scale by a tensor": attention(mul(load(3, (), "float"), DOT), (("scale", "float64", 0),)),
