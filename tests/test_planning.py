@@ -95,6 +95,8 @@ def test_explain_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     ("roofline", "--plot nowhere/at/all.png", "nowhere"),
 ])
 def test_nonsense_is_named(capsys: pytest.CaptureFixture[str], command: str, arguments: str, message: str) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
     status, _, err = run(capsys, command, "--head-dim", "64", "--seq", "128", *arguments.split())
     assert status == 2 and message in err and "Traceback" not in err
 
