@@ -1,6 +1,6 @@
 """How a kernel reads a tile of rows of queries, keys, values or grad_out: by pointers and strides, or by a descriptor.
 
-On devices with a tensor memory accelerator (Hopper, datacentre Blackwell) a descriptor of the whole tensor lets one thread
+On Hopper, which has a tensor memory accelerator, a descriptor of the whole tensor lets one thread
 fetch a tile: no addresses in registers, and what lies beyond an edge arrives as zeros. The accelerator asks for rows that lie
 densely, other steps of a multiple of 16 bytes, and at most five dimensions; `describable` says whether a call's layout has that.
 
