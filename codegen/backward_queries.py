@@ -90,7 +90,8 @@ class Queries(Recomputed):
             w.gap("what delta should have been: the weights add up to one but for rounding, unless there are terms without values or no weights")
             w.line(f"delta -= {'total' if self.spec.extra_terms else 'tl.where(mass > 0.5, total / mass, total)'}")
             for one in self._corrected:
-                w.line(f"{self.sums[one]} += delta * {self.sums[one]}_slope")
+                slope = f"{self.sums[one]}_slope"        # 0 for rows of NaN whose scores are all filled: they send nothing
+                w.line(f"{self.sums[one]} += tl.where({slope} == 0.0, 0.0, delta * {slope})")
         w.gap("epilogue: the scores' own factor, store" if self.job.query else "epilogue: store")
         for one, name in self.sums.items():
             if level(one.node) != "tile":

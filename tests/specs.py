@@ -167,6 +167,9 @@ CASES: tuple[Case, ...] = (
          captured=(Captured("segments", "int32", 2, lambda s, g: torch.arange(max(s["i"], s["j"])).div(7, rounding_mode="floor")
                             .int().repeat(s["b0"], 1)),)),
     Case("scale_tensor", mul(load(3, (), "float"), DOT), captured=(Captured("scale", None, 0, lambda s, g: torch.tensor(0.3)),)),
+    Case("scale_tensor_empty_rows", where(load(4, (b0, i), "bool"), mul(load(3, (), "float"), DOT), const(INF)),
+         captured=(Captured("scale", None, 0, lambda s, g: torch.tensor(0.3)),
+                   Captured("rows", "bool", 2, lambda s, g: torch.rand(s["b0"], s["i"], generator=g) > 0.3))),
     Case("scale_per_head", apply("div", DOT, load(3, (b1,), "float")), captured=(Captured("scale", "float32", 1, lambda s, g: torch.rand(s["b1"]) + 1.0),)),
     Case("scale_by_depth", apply("div", DOT, apply("sqrt", floats(size("d"))))),
     Case("sinks", where(CAUSAL, SCALED, const(INF)), captured=(Captured("sinks", None, 1, randn("b1")),), extra_terms=(load(3, (b1,), "float"),)),
