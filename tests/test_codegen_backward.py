@@ -87,7 +87,8 @@ def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     plain = exact if half else truth(spec, operands, sizes, drop, grad_out, needs, torch.float32)
     half_limit, float_limit = limits
     scale = max([x.nan_to_num().norm().item() for x in (*exact, grad_out) if x is not None])
-    for got, want, eager, operand in zip(grads, exact, plain, operands, strict=True):
+    roles = {x.operand for x in (spec.query, spec.key, spec.value)}
+    for number, (got, want, eager, operand) in enumerate(zip(grads, exact, plain, operands, strict=True)):
         if want is None or eager is None:
             assert got is None
             continue
@@ -96,7 +97,9 @@ def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
         # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
         norm = max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)
         error = lambda x: (x.double() - want).nan_to_num().norm().item() / norm  # noqa: B023
-        assert error(got) <= (half_limit if half else max(3.0 * error(eager), float_limit)), (error(got), error(eager))
+        # What a captured tensor gets is a sum over many scores that cancels: a few last places of its largest terms.
+        least = float_limit if number in roles else 5 * float_limit
+        assert error(got) <= (half_limit if half else max(3.0 * error(eager), least)), (error(got), error(eager))
     return grads
 
 

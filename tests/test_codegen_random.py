@@ -119,5 +119,6 @@ def check_gradients(case, dtype: str, operands, sizes, drop, out: torch.Tensor, 
             continue                                # a learned factor of finfo.min: its gradient leaves float32
         assert got is not None and method is not None and torch.equal(got.isnan(), want.isnan() | method.isnan()), spec.operands[number].name
         error = lambda x: norm(x.double() - want) / max(norm(want), 0.1 * scale, 1e-30)  # noqa: B023
-        limit = max(3e-3 if dtype == "float16" else 3e-6, 4 * error(method), 2 * error(plain[number]))
+        least = 3e-6 if number < 3 else 1e-5          # a captured tensor's is a sum over many scores that cancels
+        limit = max(3e-3 if dtype == "float16" else least, 4 * error(method), 2 * error(plain[number]))
         assert error(got) <= limit, (spec.operands[number].name, error(got), error(method))
