@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from . import roofline
 from .codegen import plan_backward, predict
 from .codegen.devices import CARDS, device as device_named
-from .codegen.header import request_of
 from .codegen.jobs import Job
 from .codegen.plan import HALF, candidates
-from .codegen.reads import dense
 from .codegen.tiles import KIB, Device
 from .program import DOT, WEIGHT, Expr, apply, axis, const, le, mul, where
 from .spec import Access, AttentionSpec, Operand, dtype_of
@@ -115,7 +113,7 @@ def plan_text(shape: Shape, dtype: str, device: str, backward: bool = False) -> 
     spec, sizes, bytes_ = spec_of(shape, name), shape.sizes, held(shape, name)
     lines = [f"{shape}, {name}{', causal' if shape.causal else ''}{f', dropout {shape.dropout:g}' if shape.dropout else ''}",
              f"on {_device_line(card)}", "", "forward"]
-    request = request_of(spec, sizes, wide=False, precision="ieee" if card.backend != "cuda" else "bf16x6", described=dense(spec, sizes))
+    request = predict.assumed(spec, sizes, card)
     lines += _candidates([predict.forward(spec, sizes, bytes_, card, p) for p in candidates(spec, request, card)], card)
     if backward:
         kinds = {"keys": Job("keys", key=True, value=True), "queries": Job("queries", query=True)}

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from .backward import Recomputed
 from .emission import Kernel
+from .jobs import Captured
 from .scores import Body
 from .writer import Writer
 
@@ -95,7 +96,7 @@ class Tiles(Recomputed):
         w.line(f"dp = tl.dot(do, tl.trans(v){self._precise(types.arrived)})")
         w.extend(gradients)
 
-    def _add_captured(self, one, tile: str) -> list[str]:
+    def _add_captured(self, one: Captured, tile: str) -> list[str]:
         return [f"{self.sums[one]} += {tile}"]
 
     def _store(self, w: Writer) -> None:

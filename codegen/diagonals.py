@@ -5,6 +5,8 @@ T² elements to a small table one by one means sorting them; their sums along di
 """
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..algebra import simplify
@@ -13,6 +15,7 @@ from ..program import Expr, add, axis, const, loads, substitute
 QUERY, KEY = axis("i"), axis("j")
 
 
+@functools.lru_cache(maxsize=512)
 def by_distance(index: tuple[Expr, ...]) -> bool:
     """Whether a place stays the same when query and key move on together."""
     moved = {QUERY: add(QUERY, const(1)), KEY: add(KEY, const(1))}
@@ -33,6 +36,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@functools.lru_cache(maxsize=512)
 def at_distance(index: tuple[Expr, ...], rows: int) -> tuple[Expr, ...]:
     """The places of those sums, by their number, which takes the name of the key's axis."""
     return tuple(simplify(substitute(x, {QUERY: const(rows - 1)})) for x in index)

@@ -168,6 +168,7 @@ class _Backward:
         self.bound: dict[Job, Any] = {}
         self.several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.rows = math.prod(self.named[b] for b in spec.batch)
+        self.direct = frozenset(x.label for x in wanted.reads if self._is_gradient(x, call.operands[x.operand][0]))
 
     def run(self, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
             seed: torch.Tensor | None) -> Gradients:
@@ -213,7 +214,7 @@ class _Backward:
             return _scratch(operand.shape, dtype, operand.device)
         return torch.zeros(operand.shape, dtype=dtype, device=operand.device)
 
-    def _direct(self, one: Captured, shape: Sequence[int]) -> bool:
+    def _is_gradient(self, one: Captured, shape: Sequence[int]) -> bool:
         """Whether the buffer of a read is the gradient of its tensor, element by element."""
         axes = axes_of(self.spec, one)
         place = [x for n, x in enumerate(one.node.args) if x != const(0) or shape[n] != 1]
@@ -221,7 +222,7 @@ class _Backward:
 
     def _allocate_read(self, one: Captured, operand: torch.Tensor) -> torch.Tensor:
         """The buffer of a captured read; tiles that the kernel of the queries skips stay zero."""
-        dtype = operand.dtype if self._direct(one, operand.shape) else torch.float32
+        dtype = operand.dtype if one.label in self.direct else torch.float32
         shape = [self.named[a] for a in axes_of(self.spec, one)]
         skips = {"i", "j"} <= one.axes and any(one in job.captured for job in self.task.jobs if job.kind == "queries")
         return torch.zeros(shape, dtype=dtype, device=self.device) if skips else _scratch(shape, dtype, self.device)
@@ -229,7 +230,7 @@ class _Backward:
     def _sums(self, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
               seed: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """By operand, what captured reads and extra terms add up to, in float32."""
-        reads = [x for x in self.task.reads if not self._direct(x, operands[x.operand].shape)]
+        reads = [x for x in self.task.reads if x.label not in self.direct]
         wanted = {x.operand for x in reads} | self.task.terms
         total = {n: torch.zeros(operands[n].shape, dtype=torch.float32, device=self.device) for n in sorted(wanted)}
         elements = Elements(operands, self.named, self.device)

@@ -87,7 +87,7 @@ def forward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], dev
     Raises:
         ValueError: there is no kernel (float64, or a head dimension above 256).
     """
-    request = _request(spec, sizes, device)
+    request = assumed(spec, sizes, device)
     plan = plan or forward_plan.candidates(spec, request, device)[0]
     share = visited(spec, sizes, plan.block_m)
     swept = _once(spec, held, ("key", "value"))
@@ -104,7 +104,7 @@ def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], ne
     Raises:
         ValueError: as of `forward`.
     """
-    request = _request(spec, sizes, device)
+    request = assumed(spec, sizes, device)
     query, key, value = (needs[a.operand] for a in (spec.query, spec.key, spec.value))
     captured = sum(held[n] for n in spec.captured if needs[n])
     result, row = _result(spec, sizes), _statistics(spec, sizes)
@@ -127,8 +127,8 @@ def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], ne
 
 # ---- parts
 
-def _request(spec: AttentionSpec, sizes: dict[str, int], device: Device) -> Request:
-    """What the planner needs to know; raises ValueError where no kernel can be generated."""
+def assumed(spec: AttentionSpec, sizes: dict[str, int], device: Device) -> Request:
+    """What the planner needs to know of a call that is not there; raises ValueError where no kernel can be generated."""
     if spec.compute_dtype != torch.float32:
         raise ValueError("the kernels compute in float32, not in float64")
     request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee", described=dense(spec, sizes))

@@ -18,6 +18,7 @@ from attnfuse.codegen import launch, launch_backward, plan
 from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.tiles import SMALLEST, known
 from attnfuse.reference import reference
+from tests.oracle import truth
 from tests.random_specs import random_case
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
@@ -94,14 +95,7 @@ def check_gradients(case, dtype: str, operands, sizes, drop, out: torch.Tensor, 
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
     grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
 
-    def truth(width: torch.dtype) -> list[torch.Tensor | None]:
-        leaves = [t.to(width).requires_grad_() if need else t for t, need in zip(operands, needs, strict=True)]
-        wanted = [t for t in leaves if t.requires_grad]
-        found = iter(torch.autograd.grad(reference(spec, leaves, sizes, drop, dtype=width), wanted, grad_out.to(width), allow_unused=True))
-        gradients = [next(found) if need else None for need in needs]
-        return [torch.zeros_like(t) if need and g is None else g for t, g, need in zip(leaves, gradients, needs, strict=True)]
-
-    exact, plain = truth(torch.float64), truth(torch.float32)
+    exact, plain = (truth(spec, operands, sizes, drop, grad_out, needs, t) for t in (torch.float64, torch.float32))
     scale = max(norm(x) for x in (grad_out, *(g for g in exact if g is not None)))
 
     @functools.cache
