@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from ..adjoint import UPSTREAM, ZERO, adjoint
 from ..program import WEIGHT, substitute
-from ..spec import AttentionSpec
+from ..spec import Access, AttentionSpec
 from .chain import ARRIVED, chain, inside_of, sweeps, types
 from .emission import RESERVED, Kernel, words
 from .forward import Forward
@@ -96,6 +96,14 @@ class Recomputed(Forward):
             place = place_of(index_of(self.spec, "do"), ROLES["do"], "m", lambda x: self.programs.scalar(x).text)
             return Reader(argument, "grad_out", ("m", "e"), place), []
         return Reader(base or argument, "grad_out", ("m", "e")), self._row_strides("grad_out", "grad_out")
+
+    def _open(self, w: Writer, role: str, access: Access | None, labels: tuple[str, str]) -> None:
+        """A reader for a tensor whose base changes with the attention (no access: the gradient of the result), and the line of that base."""
+        base = f"{role}_base"
+        self.readers[role], terms = self._reader(role, access, labels, base) if access else self._grad_out_reader(base)
+        if role not in self.plan.described:
+            pointer = f"{role if access else 'grad_out'}_ptr"
+            w.line(f"{base} = {' + '.join([pointer, *terms])}")
 
     def _weights(self, body: Body, inside: bool) -> list[str]:
         """Lines from ``qk`` to the softmax weight ``p``."""

@@ -140,12 +140,8 @@ class Keys(Recomputed):
 
     def _bases(self, w: Writer) -> None:
         self.readers = {}
-        self.readers["q"], terms = self._reader("q", self.spec.query, ("m", "d"), "q_base")
-        if "q" not in self.plan.described:
-            w.line(f"q_base = {' + '.join(['q_ptr', *terms])}")
-        self.readers["do"], terms = self._grad_out_reader("do_base")
-        if "do" not in self.plan.described:
-            w.line(f"do_base = {' + '.join(['grad_out_ptr', *terms])}")
+        self._open(w, "q", self.spec.query, ("m", "d"))
+        self._open(w, "do", None, ("m", "e"))
         if "rows" not in self.plan.described:
             w.extend(self._first_row(dense=False))
 

@@ -70,12 +70,8 @@ class Tiles(Recomputed):
     def _bases(self, w: Writer) -> None:
         self.readers = {}
         for role, access, labels in (("q", self.spec.query, ("m", "d")), ("k", self.spec.key, ("n", "d")), ("v", self.spec.value, ("n", "e"))):
-            self.readers[role], terms = self._reader(role, access, labels, f"{role}_base")
-            if role not in self.plan.described:
-                w.line(f"{role}_base = {' + '.join([f'{role}_ptr', *terms])}")
-        self.readers["do"], terms = self._grad_out_reader("do_base")
-        if "do" not in self.plan.described:
-            w.line(f"do_base = {' + '.join(['grad_out_ptr', *terms])}")
+            self._open(w, role, access, labels)
+        self._open(w, "do", None, ("m", "e"))
         w.extend(self._first_row(dense=False))
 
     def _one(self, w: Writer) -> None:
