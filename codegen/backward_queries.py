@@ -34,19 +34,26 @@ class Queries(Recomputed):
             row = "shift" if self.chain.folded else "largest"
             below = literal(self.chain.seen_above * (LOG2E if self.chain.folded else 1.0))
             w.line(f"some_unseen = tl.max((m_mask & (({row} > {below}) ^ True)).to(tl.int32), 0) > 0        # NaN is not seen either")
-            if self.lowers:
-                w.line("start = tl.where(some_unseen, 0, start)")
-                w.line("full_start = tl.where(some_unseen, 0, full_start)")
-            w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
-            if self.bounded:
-                w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
-                self.stop = "stop"
+            self._widen(w)
         w.gap()
         if self.job.query:
             w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")
         self._zero_sums(w, "[BLOCK_M]")
         for name in (*(f"{self.sums[c]}_slope" for c in self._corrected), *(("total", "mass") if self._corrected else ())):
             w.line(f"{name} = tl.zeros([BLOCK_M], tl.float32)")
+
+    def _widen(self, w: Writer) -> None:
+        if self.spec.tiles is not None:
+            w.line("n_full = tl.where(some_unseen, 0, n_full)")
+            w.line("n_alive = tl.where(some_unseen, n_listed, n_alive)")
+            return
+        if self.lowers:
+            w.line("start = tl.where(some_unseen, 0, start)")
+            w.line("full_start = tl.where(some_unseen, 0, full_start)")
+        w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
+        if self.bounded:
+            w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
+            self.stop = "stop"
 
     def _sweep(self, w: Writer) -> None:
         """Nothing: `_state` has widened the range already."""

@@ -205,7 +205,7 @@ def _splice(state: State, key: Node) -> None:
     merged = merge_order(region.product, len(lifted.permutation)) is not None
     before = set(state.gm.graph.nodes)
     try:
-        out = replace(state.gm, region, lifted)
+        out = replace(state.gm, region, lifted, state.settings)
         verify.same_metadata(region.product, out, layout=not merged)
     except Exception:
         new = [n for n in state.gm.graph.nodes if n not in before]

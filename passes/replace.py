@@ -15,15 +15,17 @@ from torch.fx.node import map_arg
 
 from ..program import Expr
 from ..refusal import Reason, Refused
+from ..settings import Settings
 from . import nodes
 from .assemble import Lifted
 from .region import Region
+from .tiles import attach
 from .trace import length, number
 
 _SEED_BOUND = 2 ** 62
 
 
-def replace(gm: GraphModule, region: Region, lifted: Lifted) -> Node:
+def replace(gm: GraphModule, region: Region, lifted: Lifted, settings: Settings) -> Node:
     """Insert the call before the value product and redirect the product's users to it; returns the node that stands for it."""
     graph = gm.graph
     product = region.product
@@ -34,7 +36,8 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted) -> Node:
         sizes = [lengths.node(s) for s in lifted.sizes]
         operands += [_number(graph, lengths.number(x), operands[0]) for x in lifted.numbers]
         seed = _seed(graph, operands[0]) if lifted.spec.dropouts else None
-        call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, lifted.spec.to_json()), product)
+        spec, operands = attach(graph, lifted.spec, operands, sizes, product, settings, _call)
+        call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, spec.to_json()), product)
         out = _call(graph, operator.getitem, (call, 0), product)
         if lifted.permutation != tuple(range(len(lifted.permutation))):
             out = _call(graph, torch.permute, (out, lifted.permutation), product)
