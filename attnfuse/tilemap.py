@@ -27,12 +27,14 @@ import torch
 from . import program
 from .algebra import simplify
 from .intervals import INF, interval
-from .program import Env, Expr, apply, const, depends, evaluate, load, rewrite, substitute, walk
+from .program import Env, Expr, apply, axis, const, depends, evaluate, load, rewrite, substitute, walk
 from .ranges import DEAD, Ranges, analyse, assume, rounding
 from .spec import AttentionSpec, Operand
 
 TILE = 64
 """Queries and keys of a tile of the map. Kernels take tiles of this size or parts of them."""
+_LOW = -9e8
+"""An added float at or below this is a mask: so low that no ordinary score beside it counts (-1e9 is -999292928 in bfloat16)."""
 COUNTS = 2
 """Numbers that stand before a row's list: of full tiles, of tiles that are not empty."""
 
@@ -79,11 +81,24 @@ def _from_json(text: str) -> Mask:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """What a score may be masked by, and when: where `dead` holds the score is at most `fill`, where `full` holds `what` is `live`."""
+
+    what: Expr
+    dead: Expr
+    full: Expr
+    live: Expr
+    fill: float
+
+
+@dataclass(frozen=True)
 class Mapped:
     """A spec's mask, which of the spec's operands it reads, and what the score is without it.
 
     Attributes:
         inside: the score program in full tiles.
+        floats: the operands that full tiles do not read though they are floats: a gradient of theirs would miss those tiles.
+        dense: whether the mask may turn out to be a bias, of which no tile is full: tiles that are cut are then as many as they can be.
         masked_below, speculative: as of `Ranges`, over all fills of the mask.
     """
 
@@ -92,27 +107,32 @@ class Mapped:
     inside: Expr
     masked_below: float
     speculative: bool
+    floats: tuple[int, ...]
+    dense: bool
 
 
 def mapped(spec: AttentionSpec) -> Mapped | None:
     """The mask of a spec; None where nothing is masked that `ranges` does not bound already."""
     rest = analyse(spec).inside
-    return masked(spec) if any(_deadly(rest, x, spec) for x in _conditions(rest)) else None
+    return masked(spec) if next(_conditions(rest, spec), None) else None
 
 
 @functools.lru_cache(maxsize=4096)
 def masked(spec: AttentionSpec) -> Mapped | None:
     """The mask of a spec, with what `ranges` bounds; None where no condition kills scores."""
     score = simplify(spec.score)
-    found = [(x, kills, fill) for x in _conditions(score) for kills, fill in _deadly(score, x, spec)]
+    found = list(_conditions(score, spec))
     if not found:
         return None
-    live = {x: _value(x, not kills) for x, kills, _ in found}
-    full = simplify(functools.reduce(lambda a, b: apply("and", a, b), [_holds(x, not kills) for x, kills, _ in found]))
-    dead = simplify(functools.reduce(lambda a, b: apply("or", a, b), [_holds(x, kills) for x, kills, _ in found]))
-    finite = [fill for _, _, fill in found if fill > -INF]
+    full = simplify(functools.reduce(lambda a, b: apply("and", a, b), [x.full for x in found]))
+    dead = simplify(functools.reduce(lambda a, b: apply("or", a, b), [x.dead for x in found]))
+    inside = simplify(substitute(score, {x.what: x.live for x in found}))
+    finite = [x.fill for x in found if x.fill > -INF]
     mask, sources = _apart(spec, dead, full)
-    return Mapped(mask, sources, simplify(substitute(score, live)), max(finite) / 2 if finite else -INF, bool(finite))
+    floats = [x.what for x in found if x.what.kind == "float"]
+    return Mapped(mask, sources, inside, max(finite) / 2 if finite else -INF, bool(finite),
+                  tuple(dict.fromkeys(int(x.attr) for x in floats)),  # type: ignore[arg-type]  # a load names its operand
+                  any(x.dead.op == "le" for x in found if x.what.kind == "float"))
 
 
 def ranges_of(spec: AttentionSpec) -> Ranges:
@@ -131,38 +151,46 @@ def without(spec: AttentionSpec) -> AttentionSpec:
     return spec if spec.tiles is None else replace(spec, tiles=None)
 
 
-def _conditions(score: Expr) -> Iterator[Expr]:
-    """What a score may be masked by: boolean expressions that are no part of a larger one, and integers, which may be 0 or 1."""
+def _conditions(score: Expr, spec: AttentionSpec) -> Iterator[Condition]:
+    """What kills a score: boolean expressions that are no part of a larger one, integers and floats that are 0 or 1, and floats that
+    are added as a mask is."""
     seen: set[Expr] = set()
     for node in walk(score):
         if node.kind == "bool" or node.op == "load":
             continue
         for x in node.args:
-            masks = x.kind == "bool" or (x.kind == "int" and x.op == "load")
-            if masks and x not in seen and depends(x) & {"i", "j"} and not depends(x) & {"dot", "keep", "weight"}:
+            if (x.kind == "bool" or x.op == "load") and x not in seen and depends(x) & {"i", "j"} and not depends(x) & {"dot", "keep", "weight"}:
                 seen.add(x)
-                yield x
+                found = _two_valued(score, x, spec) or _added(score, x, spec)
+                if found is not None:
+                    yield found
 
 
-def _deadly(score: Expr, condition: Expr, spec: AttentionSpec) -> list[tuple[bool, float]]:
-    """With which value of a condition the score is dead, and the most that it is then; at most one."""
-    found = []
+def _two_valued(score: Expr, x: Expr, spec: AttentionSpec) -> Condition | None:
+    """A condition with one of whose values, false or true, 0 or 1, the score is dead. A number that is neither is neither."""
+    fills = []
     for kills in (False, True):
-        fill = interval(score, assume(condition, kills) if condition.kind == "bool" else {condition: kills}, round_constant=rounding(spec))[1]
-        if fill <= DEAD:
-            found.append((kills, fill))
-    return found if len(found) == 1 else []
+        known = assume(x, kills) if x.kind == "bool" else {x: kills}
+        fills.append(interval(score, known, round_constant=rounding(spec))[1])
+    if (fills[0] <= DEAD) == (fills[1] <= DEAD):
+        return None
+    kills = fills[1] <= DEAD
+    value = {"bool": bool, "int": int, "float": float}[x.kind]
+    live = const(value(not kills))
+    if x.kind == "bool":
+        return Condition(x, *(x if holds else apply("not", x) for holds in (kills, not kills)), live, fills[kills])
+    return Condition(x, apply("eq", x, const(value(kills))), apply("eq", x, live), live, fills[kills])
 
 
-def _value(condition: Expr, truth: bool) -> Expr:
-    return const(truth) if condition.kind == "bool" else const(int(truth))
-
-
-def _holds(condition: Expr, truth: bool) -> Expr:
-    """The predicate that a condition has a value; an integer that is neither 0 nor 1 is neither."""
-    if condition.kind == "int":
-        return apply("eq", condition, const(int(truth)))
-    return condition if truth else apply("not", condition)
+def _added(score: Expr, x: Expr, spec: AttentionSpec) -> Condition | None:
+    """A float that is added to the score and may be a mask: the same for all heads (the last batch axis), read in place. It is one where it is
+    0 or so low that nothing else counts."""
+    shared = x.kind == "float" and spec.batch and spec.batch[-1] not in depends(x) and {axis("i"), axis("j")} <= set(x.args)
+    if not shared:
+        return None
+    low = substitute(score, {x: apply("min", x, const(_LOW))})
+    fill = interval(low, {}, round_constant=rounding(spec))[1]
+    return Condition(x, apply("le", x, const(_LOW)), apply("eq", x, const(0.0)), const(0.0), fill) if fill <= DEAD else None
 
 
 def _apart(spec: AttentionSpec, dead: Expr, full: Expr) -> tuple[Mask, tuple[int, ...]]:

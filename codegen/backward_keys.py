@@ -237,7 +237,7 @@ class Keys(Recomputed):
         with listed.walk(w, "m", block, "n_unseen" if self.sweeps else "0"):
             self._tile(w, self.chain.inside, masked=False)
         w.gap("tiles that the mask or the end of the queries cuts" + (", and those with rows that saw no allowed key" if self.sweeps else ""))
-        with w.block(f"for step in tl.range({'0, n_cut' if self.sweeps else 'n_full, n_alive'}, num_stages=1):"):
+        with w.block(listed.cut(self, *(("0", "n_cut") if self.sweeps else ("n_full", "n_alive")))):
             if self.sweeps:
                 w.line("entry = step + tl.where(step < n_unseen, 0, n_full - n_unseen)")
                 w.line("entry += tl.where(entry < n_alive, 0, n_before)")

@@ -250,7 +250,7 @@ class Forward(Emission):
         with listed.walk(w, "n", block, "0"):
             self._tile(w, self.inside, masked=False)
         w.gap("tiles that the mask or the end of the keys cuts")
-        with w.block("for step in tl.range(n_full, n_alive, num_stages=1):"):
+        with w.block(listed.cut(self, "n_full", "n_alive")):
             w.line(f"start_n = {listed.place(block, 'step')}")
             self._tile(w, self.score, masked=True)
         self._after(w)

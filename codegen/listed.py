@@ -20,6 +20,14 @@ from .writer import Writer
 Side = Literal["rows", "columns"]
 
 
+def cut(emission: Emission, start: str, stop: str) -> str:
+    """The head of the loop over tiles that the mask cuts: without a pipeline, which would cost the other loop registers, unless these may be
+    most of all tiles."""
+    found = mapped(emission.spec)
+    assert found is not None        # `ranges_of` has made sure
+    return f"for step in range({start}, {stop}):" if found.dense else f"for step in tl.range({start}, {stop}, num_stages=1):"
+
+
 def parts(block: int) -> int:
     """How many of a kernel's tiles a tile of the map has along one axis; raises ValueError where that is no whole number."""
     if TILE % block:

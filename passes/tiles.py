@@ -36,7 +36,7 @@ def attach(graph: Graph, spec: AttentionSpec, operands: list[Node], sizes: list[
     query = operands[spec.query.operand]
     found = mapped(spec)
     lengths = {name: _hint(s) for name, s in zip(spec.size_names, sizes, strict=True)}
-    if (found is None or nodes.value(query).device.type not in DEVICES or settings.executor == "torch" or spec.compute_dtype != torch.float32
+    if (found is None or any(nodes.value(operands[n]).requires_grad for n in found.floats) or nodes.value(query).device.type not in DEVICES or settings.executor == "torch" or spec.compute_dtype != torch.float32
             or not worthwhile(lengths["i"], lengths["j"], max(lengths["d"], lengths["e"]))):
         return spec, operands
     named = dict(zip(spec.size_names, sizes, strict=True))

@@ -4,6 +4,7 @@ What runs in Triton's interpreter does so in a process of its own, as in test_co
 """
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from attnfuse import ops, tilemap
 from attnfuse.codegen import launch, launch_backward, offline, tile_map
 from attnfuse.codegen.jobs import Job
 from attnfuse.codegen.tiles import DEVICES
-from attnfuse.program import Expr, add, apply, axis, const, load, mul, where
+from attnfuse.program import Expr, add, apply, axis, const, load, mul, walk, where
 from attnfuse.reference import reference
 from attnfuse.spec import AttentionSpec
 from attnfuse.passes import tiles
@@ -35,6 +36,19 @@ MAPPED = [case for case in CASES if tilemap.mapped(case.spec()) is not None]
 BLOCKS = Captured("blocks", "bool", 4, lambda s, g: blocks(s, g))
 SPARSE = Case("sparse", where(load(3, (b0, b1, i, j), "bool"), SCALED, const(INF)), captured=(BLOCKS,))
 """A dense mask given as a tensor: squares that are empty, full and ragged, in every head others."""
+
+DENSE = Case("dense", add(SCALED, load(3, (b0, i, j), "float")), captured=(Captured("mask", None, 3, lambda s, g: squares(s, g)),))
+"""The same as a float that is added: 0, or -inf, or the least there is, with a few ordinary numbers."""
+ONES = Case("ones", add(SCALED, mul(apply("sub", const(1.0), load(3, (b0, j), "float")), const(MIN))),
+            captured=(Captured("mask", None, 2, lambda s, g: (torch.rand(s["b0"], s["j"], generator=g) > 0.3).float()),))
+"""A padding mask of ones and zeros that is a float."""
+
+
+def squares(sizes: dict[str, int], g: torch.Generator) -> Tensor:
+    """A float mask [b0, i, j] of which squares are empty, full and ragged."""
+    mask = torch.where(blocks(sizes | {"b1": 1}, g)[:, 0], 0.0, -math.inf if torch.rand((), generator=g) < 0.5 else -1e30)
+    mask[:, :1, :20] = torch.randn(min(20, sizes["j"]), generator=g)
+    return mask
 
 
 def blocks(sizes: dict[str, int], g: torch.Generator) -> Tensor:
@@ -69,9 +83,25 @@ def test_masks_that_ranges_bound_need_no_map() -> None:
     mul(where(padding, const(1.0), const(0.0)), SCALED),                        # no mask at all
     where(apply("eq", b0, const(0)), SCALED, const(INF)),                       # says nothing of a tile
     add(SCALED, mul(where(padding, const(0.0), const(1.0)), const(1e9))),       # the wrong sign
+    add(SCALED, load(3, (b1, j), "float")),                                     # every head its own: a bias
+    add(SCALED, load(3, (b0, apply("sub", i, j)), "float")),                    # by distance: a bias
+    mul(SCALED, load(3, (i, j), "float")),                                      # a factor may have any sign
 ])
 def test_what_is_no_mask(score: Expr) -> None:
-    assert tilemap.mapped(Case("none", score, captured=BY_NAME["padding"].captured).spec()) is None
+    kind = "float32" if any(x.op == "load" and x.kind == "float" for x in walk(score)) else "bool"
+    assert tilemap.mapped(Case("none", score, captured=(replace(BY_NAME["padding"].captured[0], dtype=kind),)).spec()) is None
+
+
+@pytest.mark.parametrize("case", (DENSE, ONES), ids=lambda c: c.name)
+def test_float_masks(case: Case) -> None:
+    """Full tiles do not read them, so where a gradient of theirs is wanted there is no such kernel."""
+    found = tilemap.mapped(case.spec())
+    assert found is not None and found.floats == (3,) and found.dense == (case is DENSE) and found.inside == SCALED
+    operands, sizes = case.inputs(Shape((1, 2), 70, 70), torch.float32, 0)
+    spec, operands = with_map(case.spec(), operands, sizes)
+    out, stats = torch.zeros(1, 2, 70, 16), torch.zeros(1, 2, 70, 2)
+    with pytest.raises(launch.Unsupported, match="a mask that full tiles do not read"):
+        launch.backward(spec, out, operands, out, stats, sizes, None, [False, False, False, True, False, False])
 
 
 def test_full_tiles_have_lost_the_mask() -> None:
@@ -113,7 +143,7 @@ def expected(case: Case, shape: Shape, seed: int) -> tuple[list[Tensor], tilemap
     return [operands[n] for n in found.sources], found.mask, tuple(named[n] for n in found.mask.size_names), weights
 
 
-@pytest.mark.parametrize("case", [BY_NAME["causal_padding_inf"], BY_NAME["segments"], BY_NAME["padding"], SPARSE], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [BY_NAME["causal_padding_inf"], BY_NAME["segments"], BY_NAME["padding"], SPARSE, DENSE], ids=lambda c: c.name)
 def test_the_map_says_what_the_weights_show(case: Case, seed: int) -> None:
     """Tile by tile: empty ones have no weight, full ones only weights; each tile is listed once."""
     operands, mask, sizes, weights = expected(case, Shape((2, 3), 200, 150), seed)
@@ -220,6 +250,19 @@ def test_who_gets_none(length: int, settings: dict[str, str], everywhere: None, 
 
 
 @outside
+@pytest.mark.parametrize("learned", (False, True))
+def test_a_float_that_learns_is_no_mask(learned: bool, everywhere: None, calls: list[tuple[str, int]], seed: int) -> None:
+    def written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    q, k, v = torch.randn(3, 2, 2, 300, 16)
+    mask = torch.full((300, 300), -math.inf).triu(1).requires_grad_(learned)
+    q.requires_grad_(True)
+    torch.compile(written, backend="attnfuse")(q, k, v, mask)
+    assert [c[0] for c in calls] == ["attention"] if learned else ["tile_map", "attention"]
+
+
+@outside
 def test_the_cpu_gets_none(calls: list[tuple[str, int]]) -> None:
     with torch.no_grad():
         attnfuse.optimize(Layers().eval(), inner="eager")(*padded())
@@ -255,7 +298,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("case", [*MAPPED, SPARSE], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*MAPPED, SPARSE, DENSE, ONES], ids=lambda c: c.name)
 def test_the_kernels_make_the_same_map(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_map, "CHUNK", 2)                                   # so that lists have several chunks
     monkeypatch.setattr(tile_map, "_runs", {})
@@ -269,7 +312,8 @@ def test_the_kernels_make_the_same_map(case: Case, seed: int, monkeypatch: pytes
 def check(spec: AttentionSpec, operands: list[Tensor], sizes: tuple[int, ...], seed: int) -> None:
     """Result and gradients against float64."""
     drop = torch.tensor([seed]) if spec.dropouts else None
-    needs = [t.is_floating_point() for t in operands]
+    found = tilemap.mapped(spec)
+    needs = [t.is_floating_point() and found is not None and n not in found.floats for n, t in enumerate(operands)]
     out, stats = launch.forward(spec, operands, sizes, drop)
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
     grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
@@ -285,7 +329,7 @@ def check(spec: AttentionSpec, operands: list[Tensor], sizes: tuple[int, ...], s
 
 
 @interpreted
-@pytest.mark.parametrize("case", [*MAPPED, SPARSE], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*MAPPED, SPARSE, DENSE, ONES], ids=lambda c: c.name)
 def test_attention_along_a_map(case: Case, seed: int) -> None:
     dtype = ("float32", "float16")[len(case.name) % 2]
     for shape in (Shape((1, 2), 150, 200), Shape((2, 1), 130, 70)):
