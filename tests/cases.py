@@ -211,10 +211,10 @@ def padding_bool(q, k, v, pad):
     return (q @ t(k) + torch.where(pad, 0.0, LOW)[:, None, None]).softmax(-1) @ v
 
 
-@case("where(not(pad[b0, j]) or not(pad[b0, i]), -inf, s)", plus(square, lambda g: torch.rand(B, LK, generator=g) > 0.1))
+@case(f"where(not(pad[b0, j]) or not(pad[b0, i]), {LOW!r}, s)", plus(square, lambda g: torch.rand(B, LK, generator=g) > 0.1))
 def padding_by_both(q, k, v, pad):
     """Python's & of two views of an input is called and_, and changes nothing."""
-    return (q @ t(k)).masked_fill(~(pad[:, None, None] & pad[:, None, :, None]), -math.inf).softmax(-1) @ v
+    return (q @ t(k)).masked_fill(~(pad[:, None, None] & pad[:, None, :, None]), LOW).softmax(-1) @ v
 
 
 @case("where(pad[b0, j] or pad[b0, i], s, -inf)", plus(square, lambda g: torch.rand(B, LK, generator=g) > 0.1))
