@@ -396,7 +396,20 @@ def test_a_model_with_a_map(everywhere: None, calls: list[tuple[str, int]], seed
     assert (got.double() - want).norm() <= 1e-5 * want.norm()
 
 
-# ---- what the compiler says
+# ---- the text, and what the compiler says of it
+
+@outside
+@pytest.mark.parametrize("name", ("causal_padding_min", "segments", "sinks_min"))
+def test_only_cut_tiles_look_at_the_mask(name: str) -> None:
+    """The loop over full tiles neither loads the mask nor compares positions; the one over cut tiles does both."""
+    case = BY_NAME[name]
+    operands, sizes = case.inputs(Shape((1, 2), 256, 256, 64, 64), torch.float16, 0)
+    spec, operands = with_map(case.spec("float16"), operands, sizes)
+    full, cut = launch.source(spec, sizes, operands, DEVICES["cuda", 90]).split("# full tiles\n")[1].split("# tiles that the mask")
+    read = spec.operands[3 + (name == "sinks_min")].name
+    assert "mask" not in full and read not in full
+    assert "n_mask" in cut and read in cut
+
 
 @outside
 @pytest.mark.parametrize("target", [("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942")], ids=str)
