@@ -51,12 +51,16 @@ def variants(folder: Path = RESULTS) -> None:
         own = [r for r in rows if r["pass"] == step]
         for k, (name, label) in enumerate(peers.items()):
             found = [(n + (k - (len(peers) - 1) / 2) * 0.8 / len(peers), float(r[f"{name}/attnfuse"])) for n, r in enumerate(own) if r.get(f"{name}/attnfuse")]
-            places, ratios = [p for p, _ in found], [r for _, r in found]
-            axes.bar(places, ratios, 0.76 / len(peers), label=label, linewidth=0)
+            axes.bar([p for p, _ in found], [r - 1.0 for _, r in found], 0.76 / len(peers), bottom=1.0, label=label, linewidth=0)
             for x, y in found:
-                axes.text(x, y * 1.04, f"{y:.2g}", ha="center", fontsize=6)
+                axes.text(x, y * (1.05 if y > 1 else 0.95), f"{y:.2g}", ha="center", va="bottom" if y > 1 else "top", fontsize=6)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low / 1.3, high * 2.0)           # room for the numbers and the legend
+        axes.set_xlim(-0.6, len(own) - 0.4)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set_xticks(range(len(own)), [r["variant"].replace(", ", ",\n") for r in own], fontsize=7)
         axes.set_ylabel(f"time / attnfuse's\n{step}", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
