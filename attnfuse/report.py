@@ -32,6 +32,15 @@ WIDTH = 116
 
 
 @dataclass(frozen=True)
+class GivenWeights:
+    """One call of the op that gives weights: its spec, its integers in the order of that, bytes of the distinct elements of its operands."""
+
+    spec: AttentionSpec
+    sizes: tuple[int, ...]
+    held: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Site:
     """One place where attention was looked for.
 
@@ -50,6 +59,8 @@ class Site:
             is symbolic.
         fused: the generated kernel's, as predicted, for the GPU that is there or else an H100.
         sizes, held: the integers of the call, in the order of the spec; the bytes of the distinct elements of its operands.
+        weights: the meaning of the weights that are read elsewhere too, and computed by a kernel of their own.
+        given: the calls that give them; empty where a length is symbolic.
     """
 
     rewritten: bool
@@ -66,6 +77,8 @@ class Site:
     fused: Call | None = None
     sizes: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
+    weights: tuple[AttentionSpec, ...] = ()
+    given: tuple[GivenWeights, ...] = ()
 
     @property
     def traffic(self) -> tuple[int, int] | None:
@@ -79,7 +92,7 @@ class Site:
             "stage": self.reason.stage, "detail": self.reason.detail}
         return {"rewritten": self.rewritten, "reason": reason, "equation": self.equation, "module": self.module, "source": self.source,
                 "node": self.node, "graph": self.graph, "spec": None if self.spec is None else json.loads(self.spec.to_json()),
-                "layer_hash": self.layer_hash, "notes": list(self.notes),
+                "weights": [json.loads(w.to_json()) for w in self.weights], "layer_hash": self.layer_hash, "notes": list(self.notes),
                 "traffic": None if self.traffic is None else dict(zip(("written", "fused"), self.traffic))}
 
 
@@ -281,7 +294,7 @@ def _lines(report: Report) -> list[str]:
         sources = list(dict.fromkeys(os.path.basename(s.source) for s in sites if s.source))
         source = sources[0] + (f" (+{len(sources) - 1})" if len(sources) > 1 else "") if sources else ""
         known = [equations.index(s.equation) + 1 for s in sites[:1] if s.equation]
-        result = "rewritten" if rewritten else text
+        result = "rewritten, weights too" if rewritten and sites[0].weights else "rewritten" if rewritten else text
         rows.append((str(len(sites)), fold(s.module for s in sites), source, *((_saving(sites),) if known_traffic else ()),
                      result + (f", equation {known[0]}" if known else "")))
     widths = [max((len(r[c]) for r in rows), default=0) for c in range(len(rows[0]) - 1 if rows else 0)]
