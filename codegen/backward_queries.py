@@ -34,13 +34,7 @@ class Queries(Recomputed):
             row = "shift" if self.chain.folded else "largest"
             below = literal(self.chain.seen_above * (LOG2E if self.chain.folded else 1.0))
             w.line(f"some_unseen = tl.max((m_mask & (({row} > {below}) ^ True)).to(tl.int32), 0) > 0        # NaN is not seen either")
-            if self.lowers:
-                w.line("start = tl.where(some_unseen, 0, start)")
-                w.line("full_start = tl.where(some_unseen, 0, full_start)")
-            w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
-            if self.bounded:
-                w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
-                self.stop = "stop"
+            self._every_key(w)
         w.gap()
         if self.job.query:
             w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")
