@@ -57,7 +57,7 @@ class Site:
         notes: remarks, a sentence each.
         written: the kernels of its forward pass as it is written and what they move; empty where it was not rewritten, or where a length
             is symbolic.
-        fused: the generated kernel's, as predicted, for the GPU that is there or else an H100.
+        fused: the generated kernel's (with those of its weights), as predicted, for the GPU that is there or else an H100.
         sizes, held: the integers of the call, in the order of the spec; the bytes of the distinct elements of its operands.
         weights: the meaning of the weights that are read elsewhere too, and computed by a kernel of their own.
         given: the calls that give them; empty where a length is symbolic.

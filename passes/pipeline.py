@@ -196,10 +196,13 @@ def _accept(state: State, c: Candidate, region: Region, lifted: Lifted) -> None:
 
 def _replace(state: State) -> str:
     """Splice the op in."""
-    for c in state.candidates:
-        key = _key(c)
-        if key in state.lifted and key not in state.refused:
-            _guarded(state, c, "replace", lambda k=key: _splice(state, k))
+    accepted = [c for c in state.candidates if _key(c) in state.lifted and _key(c) not in state.refused]
+    for c in accepted:                                 # before a slice that shares its weights is changed
+        region = state.regions[_key(c)]
+        if region.text not in state.measured:
+            state.measured[region.text] = _measured(region, state.lifted[_key(c)])
+    for c in accepted:
+        _guarded(state, c, "replace", lambda k=_key(c): _splice(state, k))
     return f"{len(state.done)} rewritten"
 
 
@@ -228,8 +231,6 @@ def _splice(state: State, key: Node) -> None:
         state.given.setdefault(old, new)
     state.made += [n for n in state.gm.graph.nodes if n not in before]
     state.done.append(region)
-    if region.text not in state.measured:
-        state.measured[region.text] = _measured(region, lifted)
     origin.note(lifted.spec, nodes.module_path(region.candidate.anchor), nodes.source_line(region.candidate.anchor))
 
 
@@ -246,8 +247,8 @@ def _sweep(state: State) -> str:
     """Erase what only the replaced chains needed, put back calls that were taken apart for nothing, and check the graph."""
     done = {r.product for r in state.done}
     spare = [n for e in state.expansions for n in settle(e, rewritten=not done.isdisjoint(e.made))]
-    spare += [n for r in state.done for made in r.body for user in made.users for n in nodes.dead_end(user)]
     spare += [n for n in state.made if n.target is not torch.ops.attnfuse.attention.default]       # weights that only a rewritten chain read
+    spare += [n for made in (*state.made, *(n for r in state.done for n in r.body)) for user in made.users for n in nodes.dead_end(user)]
     gone = sweep(state.gm, state.done, spare)
     verify.sound(state.gm)
     state.gm.recompile()

@@ -23,7 +23,7 @@ LOW = torch.finfo(torch.float32).min
 @dataclass(frozen=True)
 class Case:
     """`score` (and `weight`, and what `rows` without a key are) as the spec has them where the chain must be rewritten, `reason`
-    where it must not be."""
+    where it must not be; `given` are the programs of the weights that are read elsewhere too."""
 
     name: str
     fn: Callable[..., Tensor | tuple[Tensor, ...]]
@@ -33,6 +33,7 @@ class Case:
     reason: Reason | None = None
     train: bool = True
     rows: str = "nan"
+    given: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -62,10 +63,10 @@ def plus(base: Callable[[torch.Generator], tuple[Tensor, ...]], *more: Callable[
 
 
 def case(score: str | None = None, inputs: Callable[[torch.Generator], tuple[Tensor, ...]] = qkv, weight: str = "p", reason: Reason | None = None,
-         train: bool = True, rows: str = "nan") -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+         train: bool = True, rows: str = "nan", given: tuple[str, ...] = ()) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Enter a function as a row under its own name."""
     def enter(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train, rows))
+        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train, rows, given))
         return fn
     return enter
 
@@ -423,12 +424,6 @@ def not_normalised(q, k, v):
 def mean_subtracted_and_scaled(q, k, v):
     s = q @ t(k)
     return (s / s.sum(-1, keepdim=True)).softmax(-1) @ v
-
-
-@case(reason=Reason.WEIGHTS_USED)
-def weights_returned(q, k, v):
-    p = (q @ t(k)).softmax(-1)
-    return p @ v, p
 
 
 @case(reason=Reason.SCORES_USED)
