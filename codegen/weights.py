@@ -85,9 +85,9 @@ class Weights(Recomputed):
         """Lines from the softmax weight ``p`` to memory."""
         lines: list[str] = []
         if self.chain.weight != WEIGHT:
-            weights = body.tile(self.chain.weight)
-            lines += body.take()
-            weights = f"({weights})"
+            text = body.tile(self.chain.weight)
+            lines += [*body.take(), f"weights = {text}"]
+            weights = "weights"
         mask = "m_mask[:, None] & n_mask[None, :]" if masked else "m_mask[:, None]"
         place = "weights_ptr + offs_m[:, None] * weights_stride_m + offs_n[None, :] * weights_stride_n"
         cast = "" if self.spec.out_dtype == "float32" else f".to(tl.{self.spec.out_dtype})"
