@@ -3,7 +3,7 @@
     attnfuse: 2 of 3 attention sites rewritten; 1 graph, 0.31 s in the passes
       sites  module    source       forward traffic     result
           2  h.0…1     gpt.py:31    54.5 GB → 1.09 GB   rewritten, equation 1
-          1  pool      gpt.py:58                        weights_used: the attention weights are used elsewhere [find, softmax_2]
+          1  pool      gpt.py:58                        scores_used: the scores are used elsewhere (by std) [lift]
       1  out[b0, b1, i, e] = Σ_j p · v[b0, b1, j, e];  p = softmax_j(0.125 * s);  s = Σ_d q[b0, b1, i, d] · k[b0, b1, j, d]
 
 Invariant: every softmax-like node and attention call of a graph has exactly one `Site`, rewritten or with its reason.

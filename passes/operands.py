@@ -58,7 +58,7 @@ class Operands:
         for x in (x for e in self.programs for x in loads(e)):
             self._enter(self.frame.values[int(x.attr)], None)  # type: ignore[arg-type]
         lengths = self.frame.lengths
-        self._symbols = {s: name for name in reversed(lengths) for s in [lengths[name]] if s.op == "size"}
+        self._symbols = {s: name for name in reversed(list(lengths)) for s in [lengths[name]] if s.op == "size"}
 
     def _enter(self, value: Value, cast: torch.dtype | None) -> None:
         if (value.number, cast) not in self._number:

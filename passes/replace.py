@@ -44,8 +44,7 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts) 
         out = maker.shaped(_call(graph, operator.getitem, (call, 0), region.product), lifted.permutation, None)
         out.meta["attnfuse"] = call.meta["attnfuse"] = lifted.spec.digest()
         pairs = [(region.product, out)]
-        if lifted.weights:
-            stats = _call(graph, operator.getitem, (call, 1), region.product)
+        stats = _call(graph, operator.getitem, (call, 1), region.product) if lifted.weights else None
         for one in lifted.weights:
             operands, sizes = maker.arguments(one.call)
             drawn = seed if one.call.spec.dropouts else None

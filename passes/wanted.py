@@ -53,21 +53,23 @@ class Wanted:
 def wanted(candidate: Candidate, facts: GraphFacts) -> Wanted | None:
     """The weights of a candidate that are read elsewhere, None where there are none.
 
-    Raises Refused where they are changed in place, or recorded for a gradient when the product is not.
+    Raises Refused where any weights of the chain are changed in place, or these are recorded for a gradient when the product is not.
     """
     seen = sorted(observers(candidate), key=lambda pair: facts.position[pair[1]])
     if not seen:
         return None
     product, user = candidate.product, seen[0][1]
     assert product is not None
+    # All of the chain's weights count: a dropout that drops nothing gives in truth the very tensor that it is given.
+    memory = {nodes.storage(n) for n in candidate.carried} - {None}
+    change = next((facts.mutations[at][0] for at in memory if facts.mutations.get(at)), None)  # type: ignore[index]
+    if change is not None:
+        raise Refused(Reason.INPLACE, change.name, "region", f"weights that {nodes.name(user)} reads are changed by {nodes.name(change)}")
     groups: dict[int, list[Node]] = {}
     for node, reader in seen:
         at, value = nodes.storage(node), nodes.value(node)
         if at is None:
             raise Refused(Reason.WEIGHTS_USED, reader.name, "region", f"by {nodes.name(reader)}")
-        if facts.mutations.get(at):
-            change = facts.mutations[at][0]
-            raise Refused(Reason.INPLACE, change.name, "region", f"weights that {nodes.name(reader)} reads are changed by {nodes.name(change)}")
         if (node in facts.no_grad) != (product in facts.no_grad) and (value.requires_grad or nodes.value(product).requires_grad):
             raise Refused(Reason.WEIGHTS_USED, reader.name, "region", f"by {nodes.name(reader)}, where other gradients are recorded than at the product")
         groups.setdefault(at, []).append(node)

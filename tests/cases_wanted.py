@@ -315,6 +315,16 @@ def weights_changed_through_a_view(q, k, v):
 
 
 @case(reason=Reason.INPLACE, train=False)
+def weights_changed_behind_a_dropout_that_drops_nothing(q, k, v):
+    """which gives the tensor itself"""
+    p = weighed(q, k)
+    w = F.dropout(p, 0.5, False)
+    o = w @ v
+    w.mul_(2.0)
+    return o, p
+
+
+@case(reason=Reason.INPLACE, train=False)
 def weights_changed_before_the_product(q, k, v):
     p = weighed(q, k)
     seen = p.amax()
