@@ -51,7 +51,8 @@ class State:
     lifted: dict[Node, Lifted] = field(default_factory=dict)
     refused: dict[Node, Refusal] = field(default_factory=dict)
     done: list[Region] = field(default_factory=list)
-    given: dict[Node, Node] = field(default_factory=dict)               # weights that are read elsewhere → what stands for them
+    replaced: dict[Node, Node] = field(default_factory=dict)            # products and weights → what stands for them
+    given: dict[Node, Node] = field(default_factory=dict)               # weights that are read elsewhere → what stood for them first
     made: list[Node] = field(default_factory=list)                      # what was spliced in
     failures: list[str] = field(default_factory=list)
     known: dict[str, Lifted | Refusal] = field(default_factory=dict)
@@ -216,7 +217,7 @@ def _splice(state: State, key: Node) -> None:
     merged = merge_order(region.product, len(lifted.permutation)) is not None
     before = set(state.gm.graph.nodes)
     try:
-        pairs = replace(state.gm, region, lifted, state.facts)
+        pairs = replace(state.gm, region, lifted, state.facts, state.replaced)
         for n, (old, new) in enumerate(pairs):
             verify.same_metadata(old, new, layout=n > 0 or not merged)
     except Exception:
@@ -225,6 +226,7 @@ def _splice(state: State, key: Node) -> None:
         raise
     for old, new in pairs:
         old.replace_all_uses_with(new)
+    state.replaced.update(pairs)
     for old, new in pairs[1:]:
         # Later nodes are told by the memory of the tensor that they were traced with.
         new.meta.update({k: old.meta[k] for k in ("example_value", "val") if k in old.meta})

@@ -8,7 +8,7 @@ and where p is read elsewhere:  w = attnfuse.weights([q, k.T], a[1], [B, H, T, T
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ from .wanted import make_available, place
 _SEED_BOUND = 2 ** 62
 
 
-def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts) -> list[tuple[Node, Node]]:
+def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts, replaced: Mapping[Node, Node]) -> list[tuple[Node, Node]]:
     """Insert the calls, before the product or before its weights are read; returns (old node, the one that stands for it), the
-    product first. Nothing uses the new nodes yet."""
+    product first. Nothing uses the new nodes yet. `replaced` are such pairs of other slices, whose results this one may read."""
     graph, want = gm.graph, region.wanted
-    local = [*region.inputs, *region.body]
+    whole = [*region.inputs, *region.body]
+    local = [replaced.get(n, n) for n in whole]
     at = place(graph, want, region.product, facts)
     if want is not None:
         read = [n for call in (lifted.call, *(w.call for w in lifted.weights)) for n in call.operands]
@@ -48,8 +49,8 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts) 
         for one in lifted.weights:
             operands, sizes = maker.arguments(one.call)
             drawn = seed if one.call.spec.dropouts else None
-            made = _call(graph, torch.ops.attnfuse.weights.default, (operands, stats, sizes, drawn, one.call.spec.to_json()), local[one.node])
-            pairs.append((local[one.node], maker.shaped(made, one.permutation, one.shape)))
+            made = _call(graph, torch.ops.attnfuse.weights.default, (operands, stats, sizes, drawn, one.call.spec.to_json()), whole[one.node])
+            pairs.append((whole[one.node], maker.shaped(made, one.permutation, one.shape)))
             made.meta["attnfuse"] = one.call.spec.digest()
     return pairs
 

@@ -139,6 +139,8 @@ def make_available(operands: Iterable[Node], at: Node, product: Node, facts: Gra
 
 
 def _move(node: Node, at: Node, position: dict[Node, int], facts: GraphFacts, want: Wanted) -> None:
+    if node is at or node in want.kept:
+        raise Refused(Reason.WEIGHTS_USED, want.user.name, "replace", f"by {nodes.name(want.user)}, of which the values are made")
     if position[node] < position[at]:
         return
     between = at

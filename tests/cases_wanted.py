@@ -197,6 +197,12 @@ def values_changed_after_the_weights_are_read(q, k, v):
     return p @ w, most
 
 
+@case(inputs=lambda g: (rn(g, B, H, LK, D), rn(g, B, H, LK, D), rn(g, DV, 1)), reason=Reason.WEIGHTS_USED)
+def values_made_of_the_weights(q, k, w):
+    p = weighed(q, k)
+    return p @ F.linear(p.amax(-1, keepdim=True), w)
+
+
 # ---- not what the values are weighed by
 
 @case(reason=Reason.WEIGHTS_USED)
