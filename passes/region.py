@@ -26,6 +26,8 @@ _MOST = 600
 _CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"})
 """They ask a tensor for its shape and dtype, not for its values."""
+_RESHAPES = frozenset({"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_", "resize_", "resize_as_", "as_strided_", "set_"})
+"""They change a tensor's shape in place: the value that its node has is then of another shape than where the slice reads it."""
 _MAXIMA = frozenset({"amax", "max"})
 _ENTER = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"})
 _LEAVE = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_func_decrement_nesting"})
@@ -208,6 +210,9 @@ def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: G
     between the first use of some memory and the product would be missed.
     """
     inner, here = set(body), facts.position
+    changed = next((m for n in (*body, *read) for m in facts.mutations.get(nodes.storage(n) or 0, []) if nodes.name(m) in _RESHAPES), None)
+    if changed is not None:
+        raise Refused(Reason.INPLACE, changed.name, "region", f"{nodes.name(changed)} changes a shape")
     touched: dict[int, int] = {}                       # memory → where the slice first touches it
     for node in body:
         for at in {nodes.storage(node), *(nodes.storage(a) for a in nodes.inputs(node))} - {None}:

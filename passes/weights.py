@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from ..program import Expr, apply, axis, const, depends, linear_in_weight, walk
@@ -25,8 +24,6 @@ from .trace import Value
 from .unfold import Parts, softmax_of
 from .views import reshaped
 from .wanted import Wanted
-
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Layout:
 
 def reading(parts: Parts, value: Value | None, want: Wanted) -> Reading:
     """The program of a tensor of weights; raises Refused where it holds something else."""
-    if value is None or value.dtype not in _FLOATS:
+    if value is None:
         raise want.refused("not what the values are weighed by")
     lift = parts.lift
     found = lift.readings(value)

@@ -447,6 +447,20 @@ def key_changed_before_the_product(q, k, v):
     return s.softmax(-1) @ v
 
 
+@case(reason=Reason.INPLACE, train=False)
+def result_reshaped_in_place(q, k, v):
+    o = (q @ t(k)).softmax(-1) @ v
+    o.unsqueeze_(2)
+    return o
+
+
+@case(inputs=lambda g: (rn(g, B, LQ, D), rn(g, LK, D), rn(g, B, LK, DV)), reason=Reason.INPLACE, train=False)
+def keys_reshaped_in_place_later(q, k, v):
+    k = k + 0.0
+    o = (q @ t(k)).softmax(-1) @ v
+    return o, k.unsqueeze_(0)
+
+
 @case(reason=Reason.WEIGHT_PROGRAM)
 def weights_squared(q, k, v):
     return (q @ t(k)).softmax(-1).square() @ v

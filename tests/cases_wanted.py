@@ -197,6 +197,15 @@ def values_changed_after_the_weights_are_read(q, k, v):
     return p @ w, most
 
 
+@case(reason=Reason.WEIGHTS_USED, train=False)
+def values_made_of_what_changes_after_the_weights_are_read(q, k, v):
+    w = v.clone()
+    p = weighed(q, k)
+    most = p.amax(-1)
+    w.mul_(2.0)
+    return p @ w.cos(), most
+
+
 @case(inputs=lambda g: (rn(g, B, H, LK, D), rn(g, B, H, LK, D), rn(g, DV, 1)), reason=Reason.WEIGHTS_USED)
 def values_made_of_the_weights(q, k, w):
     p = weighed(q, k)
