@@ -12,17 +12,18 @@ from .traffic import Traffic, traffic
 
 if _TYPE_CHECKING:
     from .api import explain as explain, last_report as last_report, optimize as optimize, rewrite as rewrite
+    from .picture import draw_tiles as draw_tiles
     from .refusal import Reason as Reason, Refusal as Refusal
     from .report import Report as Report, Site as Site
     from .spec import AttentionSpec as AttentionSpec
 
 __version__ = "0.1.0"
 
-_LAZY = {"explain": "api", "last_report": "api", "optimize": "api", "rewrite": "api", "Reason": "refusal", "Refusal": "refusal",
-         "Report": "report", "Site": "report", "AttentionSpec": "spec"}
+_LAZY = {"draw_tiles": "picture", "explain": "api", "last_report": "api", "optimize": "api", "rewrite": "api", "Reason": "refusal",
+         "Refusal": "refusal", "Report": "report", "Site": "report", "AttentionSpec": "spec"}
 """Public names and their modules; torch is imported with the first of them that is used."""
 
-__all__ = ["AttentionSpec", "Reason", "Refusal", "Report", "Settings", "Site", "Traffic", "__version__", "explain", "last_report",
+__all__ = ["AttentionSpec", "Reason", "Refusal", "Report", "Settings", "Site", "Traffic", "__version__", "draw_tiles", "explain", "last_report",
            "optimize", "rewrite", "roofline", "settings", "traffic"]
 
 

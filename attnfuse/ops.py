@@ -29,10 +29,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, walker, weighing
+from . import cpu, tilemap, walker, weighing
 from .reference import reference, weights
 from .settings import current
 from .spec import AttentionSpec
+from .tilemap import Mask
 from .tiling import allocate_out, allocate_weights
 
 Executor = Literal["auto", "reference", "walker", "triton"]
@@ -47,6 +48,7 @@ _library.define("attention_backward(Tensor grad_out, Tensor[] operands, Tensor o
 _library.define("weights(Tensor[] operands, Tensor stats, SymInt[] sizes, Tensor? seed, str spec) -> Tensor", tags=_tags)
 _library.define("weights_backward(Tensor grad, Tensor[] operands, Tensor stats, SymInt[] sizes, Tensor? seed, str spec, bool[] needs) -> Tensor[]",
                 tags=_tags)
+_library.define("tile_map(Tensor like, Tensor[] operands, SymInt[] sizes, str mask) -> (Tensor rows, Tensor columns)", tags=_tags)
 
 SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; run the model as it is written, inside "
                      "`with torch.compiler.set_stance(\"force_eager\"):` or by calling its forward directly")
@@ -91,7 +93,7 @@ def _say_once(reason: str) -> None:
         warnings.warn(f"attnfuse computes an attention by the tiled loop in PyTorch: {reason}", stacklevel=3)
 
 
-def _generated(which: Literal["forward", "backward", "weights"], *args: Any) -> Any:
+def _generated(which: Literal["forward", "backward", "weights", "tile_map"], *args: Any) -> Any:
     """What the generated kernels give for the arguments of that function of `launch`; None, said once, where there are none."""
     try:
         launch: Any = importlib.import_module("attnfuse.codegen.launch")
@@ -183,7 +185,23 @@ def _weights_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], stat
     return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
 
 
+@torch.library.impl(_library, "tile_map", "CompositeExplicitAutograd")
+def _tile_map(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], mask: str) -> Result:
+    """The tiles of a mask (`tilemap.build`), made on the device of `like`."""
+    parsed = Mask.from_json(mask)
+    with torch.no_grad(), _without_autocast(like.device):
+        generated = like.device.type == "cuda" and _forced in ("auto", "triton") and current().executor != "torch"
+        found = _generated("tile_map", parsed, operands, sizes, like.device) if generated else None
+        return tilemap.build(parsed, operands, sizes, like.device) if found is None else found
+
+
 # ---- shapes without values
+
+@torch.library.register_fake("attnfuse::tile_map", lib=_library)
+def _fake_tile_map(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], mask: str) -> Result:
+    rows, columns = (like.new_empty(s, dtype=torch.int32) for s in tilemap.shapes(Mask.from_json(mask), sizes))
+    return rows, columns
+
 
 @torch.library.register_fake("attnfuse::attention", lib=_library)
 def _fake(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> Result:
@@ -278,6 +296,11 @@ def _vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
 
 
+def _vmap_tile_map(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    results = _over_samples(torch.ops.attnfuse.tile_map, info, dims, args)
+    return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
+
+
 def _vmap_weights(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     return torch.stack(_over_samples(torch.ops.attnfuse.weights, info, dims, args)), 0
 
@@ -291,6 +314,7 @@ def _vmap_gradients(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 
 torch.library.register_vmap("attnfuse::attention", _vmap, lib=_library)
+torch.library.register_vmap("attnfuse::tile_map", _vmap_tile_map, lib=_library)
 torch.library.register_vmap("attnfuse::attention_backward", _vmap_gradients(torch.ops.attnfuse.attention_backward), lib=_library)
 torch.library.register_vmap("attnfuse::weights", _vmap_weights, lib=_library)
 torch.library.register_vmap("attnfuse::weights_backward", _vmap_gradients(torch.ops.attnfuse.weights_backward), lib=_library)

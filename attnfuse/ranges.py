@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,7 +67,6 @@ class Ranges:
 def analyse(spec: AttentionSpec) -> Ranges:
     """The ranges of a spec."""
     score = simplify(spec.score)
-    rounding = float if spec.compute_dtype == torch.float64 else _float32
     bounds: list[Bound] = []
     holds: dict[Expr, Expr] = {}
     fills: list[float] = []
@@ -78,7 +77,7 @@ def analyse(spec: AttentionSpec) -> Ranges:
             found = exact or _same_block(predicate)
             if not found:
                 continue
-            fill = interval(score, _assume(atom, not truth), round_constant=rounding)[1]
+            fill = interval(score, assume(atom, not truth), round_constant=rounding(spec))[1]
             if fill > DEAD:
                 continue
             bounds.extend(b for b in found if b not in bounds)
@@ -88,6 +87,11 @@ def analyse(spec: AttentionSpec) -> Ranges:
     finite = [f for f in fills if f > -INF]
     inside = simplify(substitute(score, holds)) if holds else score
     return Ranges(tuple(bounds), inside, max(finite) / 2 if finite else -INF, bool(finite))
+
+
+def rounding(spec: AttentionSpec) -> Callable[[float], float]:
+    """How a float constant reaches the arithmetic of a spec."""
+    return float if spec.compute_dtype == torch.float64 else _float32
 
 
 def _float32(value: float) -> float:
@@ -104,7 +108,7 @@ def _comparisons(score: Expr) -> Iterator[Expr]:
             yield node
 
 
-def _assume(atom: Expr, truth: bool) -> dict[Expr, bool]:
+def assume(atom: Expr, truth: bool) -> dict[Expr, bool]:
     """The comparison and its opposite, which the normal form spells as another comparison."""
     return {simplify(apply("not", atom)): not truth, atom: truth}
 

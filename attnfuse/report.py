@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .program import depends, loads, show
 from .refusal import Refusal
 from .roofline import Kernel
 from .spec import AttentionSpec
@@ -85,6 +86,16 @@ class Site:
         """Bytes moved forward (as written, fused), None where they are not known."""
         return (sum(c.moved for c in self.written), self.fused.moved) if self.written and self.fused else None
 
+    @property
+    def reads(self) -> tuple[tuple[str, str, int], ...]:
+        """What the kernel loads at every score, (name, index, bytes): what had no formula of fewer bytes. Everything else that the scores
+        depend on is computed, or lies along queries or keys. Empty where the site was not rewritten or a length is symbolic."""
+        if self.spec is None or not self.held:
+            return ()
+        names = {n: o.name for n, o in enumerate(self.spec.operands)}
+        found = {x: None for e in (self.spec.score, self.spec.weight) for x in loads(e) if {"i", "j"} <= depends(x)}
+        return tuple((names[int(x.attr)], ", ".join(show(a, names) for a in x.args), self.held[int(x.attr)]) for x in found)  # type: ignore[arg-type]
+
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON knows."""
         reason = None if self.reason is None else {
@@ -93,6 +104,7 @@ class Site:
         return {"rewritten": self.rewritten, "reason": reason, "equation": self.equation, "module": self.module, "source": self.source,
                 "node": self.node, "graph": self.graph, "spec": None if self.spec is None else json.loads(self.spec.to_json()),
                 "weights": [json.loads(w.to_json()) for w in self.weights], "layer_hash": self.layer_hash, "notes": list(self.notes),
+                "reads": [list(r) for r in self.reads],
                 "traffic": None if self.traffic is None else dict(zip(("written", "fused"), self.traffic))}
 
 
@@ -302,6 +314,8 @@ def _lines(report: Report) -> list[str]:
     lines += ["  ".join([f"  {r[0]:>{widths[0]}}", *(f"{x:<{w}}" for x, w in zip(r[1:-1], widths[1:])), r[-1]]) for r in rows]
     for number, equation in enumerate(equations, 1):
         lines += _equation(number, equation)
+        reads = dict.fromkeys(r for s in report.sites if s.equation == equation and s.rewritten for r in s.reads)
+        lines += [f"     equation {number} loads {name}[{index}] at every score ({size(count)})" for name, index, count in reads]
     lines += [f"  note: {text}" for text in dict.fromkeys(x for s in report.sites for x in s.notes)]
     lines += [f"  failure: {text}" for text in dict.fromkeys(report.failures)]
     return lines

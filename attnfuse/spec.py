@@ -23,7 +23,7 @@ from . import program
 from .program import DOT, WEIGHT, Expr
 
 EmptyRows = Literal["nan", "zero", "repaired"]
-VERSION = 1
+VERSION = 2
 """Of the serialised form; a spec written by another version is refused."""
 
 
@@ -63,6 +63,8 @@ class AttentionSpec:
             and with ``pv_dtype="float32"`` the weights must not be rounded to a half type.
         out_dtype: dtype of the result.
         out_order: the order in memory, slowest first, of the result's dimensions (batch…, i, e); of weights, of (batch…, i, j).
+        tiles: the operands that hold a map of the mask's tiles (`tilemap`), by rows and by columns; None where there is none. They say
+            how fast an attention is and nothing of what it means.
     """
 
     batch: tuple[str, ...]
@@ -79,6 +81,7 @@ class AttentionSpec:
     pv_dtype: str = "float32"
     out_dtype: str = "float32"
     out_order: tuple[int, ...] = field(default=())
+    tiles: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.out_order:
@@ -203,7 +206,7 @@ def _to_json(spec: AttentionSpec) -> str:
         "version": VERSION, "batch": spec.batch, "scalars": spec.scalars, "operands": [list(asdict(o).values()) for o in spec.operands],
         "access": [[a.operand, len(a.index)] for a in access], "extra": len(spec.extra_terms), "empty_rows": spec.empty_rows,
         "dtypes": [spec.qk_dtype, spec.pv_dtype, spec.out_dtype], "out_order": spec.out_order,
-        "programs": program.to_json((*lead, *(x for a in access for x in a.index))),
+        "tiles": spec.tiles, "programs": program.to_json((*lead, *(x for a in access for x in a.index))),
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
@@ -224,7 +227,8 @@ def _from_json(text: str) -> AttentionSpec:
         return AttentionSpec(
             batch=tuple(data["batch"]), operands=tuple(Operand(*o) for o in data["operands"]), query=access[0], key=access[1],
             value=access[2], score=exprs[0], weight=exprs[1], extra_terms=exprs[2:2 + data["extra"]], scalars=tuple(data["scalars"]),
-            empty_rows=data["empty_rows"], qk_dtype=qk, pv_dtype=pv, out_dtype=out, out_order=tuple(data["out_order"]))
+            empty_rows=data["empty_rows"], qk_dtype=qk, pv_dtype=pv, out_dtype=out, out_order=tuple(data["out_order"]),
+            tiles=tuple(data["tiles"]) if data["tiles"] else None)
     except (KeyError, TypeError, IndexError, json.JSONDecodeError) as e:
         raise ValueError(f"not a serialised AttentionSpec: {e!r}") from e
 

@@ -20,6 +20,7 @@ from .program import Env, Expr, add, axis, const, evaluate, loads, mul, rewrite,
 from .ranges import Ranges, analyse, full_range, key_range
 from .reference import batch_index, check_call
 from .spec import Access, AttentionSpec, dtype_of
+from .tilemap import without
 
 CPU_TILE, CPU_ROWS = 1 << 19, 128
 """Elements of a score tile, and its queries at most: larger tiles leave the processor's caches, smaller ones pay for their
@@ -60,6 +61,7 @@ class Call:
 def prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None) -> Call:
     """Check a call and split its grouped axes."""
     check_call(spec, operands, sizes, seed)
+    spec = without(spec)
     named = dict(zip(spec.size_names, sizes, strict=True))
     for name in spec.batch:
         group = _group(spec, name, named)

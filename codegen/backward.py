@@ -32,7 +32,7 @@ from .text import level, literal, prepare
 from .writer import Writer
 
 RESERVED_BACKWARD = RESERVED + (
-    "do dp ds dk dv dq shift log_sum delta unseen first_row scratch_row largest total mass o owner first last last_n n_before n_rows rows rest "
+    "n_unseen n_behind n_cut entry do dp ds dk dv dq shift log_sum delta unseen first_row scratch_row largest total mass o owner first last last_n n_before n_rows rows rest "
     "some_unseen q_base k_base v_base do_base grad_out_ptr grad_out_desc grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr shift_desc largest_ptr "
     "largest_desc log_sum_ptr log_sum_desc delta_ptr delta_desc unseen_ptr grad_out_stride_m grad_out_stride_e grad_q_stride_m grad_q_stride_d "
     "grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e weights_ptr weights_stride_m weights_stride_n").split()
@@ -84,8 +84,12 @@ class Recomputed(Forward):
                       "largest = tl.where(empty, 0.0, largest)", 'total = tl.where(empty, float("inf"), total)']
         return lines
 
-    def _every_key(self, w: Writer) -> None:
+    def _widen(self, w: Writer) -> None:
         """A tile for which all keys count takes them through the whole program."""
+        if self.spec.tiles is not None:
+            w.line("n_full = tl.where(some_unseen, 0, n_full)")
+            w.line("n_alive = tl.where(some_unseen, n_listed, n_alive)")
+            return
         if self.lowers:
             w.line("start = tl.where(some_unseen, 0, start)")
             w.line("full_start = tl.where(some_unseen, 0, full_start)")

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from ..program import Expr, depends
 from ..ranges import Bound
 from ..spec import Access, AttentionSpec
+from ..tilemap import TILE
+from . import listed
 from .backward import Recomputed
 from .emission import Kernel
 from .jobs import Job
@@ -160,6 +162,10 @@ class Keys(Recomputed):
 
     def _range(self, w: Writer) -> None:
         """Variables: queries [start, stop) may see these keys; in [full_start, full_stop) every bound holds. All lie on tile borders."""
+        if self.spec.tiles is not None:
+            w.gap("the map's tiles of queries for these keys: full ones, then those that the mask cuts, then empty ones")
+            w.extend(listed.locate(self, "columns"))
+            return
         uppers = [b for b in self.ranges.bounds if b.side == "upper"]
         lowers = [b for b in self.ranges.bounds if b.side == "lower"]
         self.uppers, self.bounded = bool(uppers), bool(self.ranges.bounds)
@@ -189,11 +195,22 @@ class Keys(Recomputed):
     # ---- the loops
 
     def _loops(self, w: Writer) -> None:
-        if self.sweeps:
+        if self.sweeps and self.spec.tiles is not None:
+            self._unseen_tiles(w)
+        elif self.sweeps:
             self._unseen_rows(w)
         if self.job.captured:
             w.gap()
             self._zero_sums(w, "[BLOCK_N]")
+        if self.spec.tiles is not None:
+            self._listed_loops(w)
+        else:
+            self._ranged_loops(w)
+        for one, name in self.sums.items():
+            self.arguments.pointer(f"{one.label}_ptr", one.label)
+            w.line(f"tl.store({one.label}_ptr + batch.to(tl.int64) * n_keys + offs_n, {name}, mask=n_mask)")
+
+    def _ranged_loops(self, w: Writer) -> None:
         w.gap("full tiles: every bound holds for every key" if self.bounded else "full tiles")
         with w.block(f"for start_m in range({self.full_start}, full_stop, BLOCK_M):"):
             self._tile(w, self.chain.inside, masked=False)
@@ -211,9 +228,39 @@ class Keys(Recomputed):
             w.gap("tiles that a bound or the end of the queries cuts" if self.bounded else "the last tile, where queries may be missing")
             with w.block(f"for start_m in tl.range(full_stop, {'stop' if self.bounded else 'n_queries'}, BLOCK_M, num_stages=1):"):
                 self._tile(w, self.chain.score, masked=True)
-        for one, name in self.sums.items():
-            self.arguments.pointer(f"{one.label}_ptr", one.label)
-            w.line(f"tl.store({one.label}_ptr + batch.to(tl.int64) * n_keys + offs_n, {name}, mask=n_mask)")
+
+    def _listed_loops(self, w: Writer) -> None:
+        """The same loops over a map's list. Full tiles with rows that saw no allowed key come first in it, for the list ascends; they count
+        as cut, as do the empty ones with such rows."""
+        block = self.plan.block_m
+        w.gap("full tiles")
+        with listed.walk(w, "m", block, "n_unseen" if self.sweeps else "0"):
+            self._tile(w, self.chain.inside, masked=False)
+        w.gap("tiles that the mask or the end of the queries cuts" + (", and those with rows that saw no allowed key" if self.sweeps else ""))
+        with w.block(listed.cut(self, *(("0", "n_cut") if self.sweeps else ("n_full", "n_alive")))):
+            if self.sweeps:
+                w.line("entry = step + tl.where(step < n_unseen, 0, n_full - n_unseen)")
+                w.line("entry += tl.where(entry < n_alive, 0, n_before)")
+            w.line(f"start_m = {listed.place(block, 'entry' if self.sweeps else 'step')}")
+            self._tile(w, self.chain.score, masked=True)
+
+    def _unseen_tiles(self, w: Writer) -> None:
+        """How many full tiles may hold rows that saw no allowed key, and which empty ones: the scan runs only where there are such rows."""
+        w.gap("a row that saw no allowed key weighs ALL keys: the tiles that hold such rows count though they are empty, and as cut ones")
+        self.arguments.pointer("unseen_ptr", "unseen")
+        times = listed.parts(self.plan.block_m)
+        scaled = f" * {times}" if times > 1 else ""
+        w.line("first = n_queries - tl.load(unseen_ptr + batch.to(tl.int64) * 2)")
+        w.line("last = tl.load(unseen_ptr + batch.to(tl.int64) * 2 + 1)")
+        for name, limit, start, stop in (("n_unseen", "last", "0", "n_full"), ("n_before", f"first // {TILE} * {TILE}", "n_alive", "n_listed"),
+                                         ("n_behind", "last", "n_alive", "n_listed")):
+            w.line(f"{name} = 0")
+            divided = (lambda x: f"{x} // {times}") if times > 1 else (lambda x: x)
+            with w.block(f"for step in range({divided(start) if start != '0' else '0'}, tl.where(last > 0, {divided(stop)}, 0)):"):
+                w.line(f"{name} += (tl.load(list_ptr + step) * {TILE} < {limit}).to(tl.int32)")
+            if scaled:
+                w.line(f"{name} *= {times}")
+        w.line("n_cut = n_unseen + n_alive - n_full + n_behind - n_before")
 
     def _unseen_rows(self, w: Writer) -> None:
         """Widen the range to the tiles of rows that saw no allowed key, and let no full tile hold any."""

@@ -34,7 +34,7 @@ class Queries(Recomputed):
             row = "shift" if self.chain.folded else "largest"
             below = literal(self.chain.seen_above * (LOG2E if self.chain.folded else 1.0))
             w.line(f"some_unseen = tl.max((m_mask & (({row} > {below}) ^ True)).to(tl.int32), 0) > 0        # NaN is not seen either")
-            self._every_key(w)
+            self._widen(w)
         w.gap()
         if self.job.query:
             w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")

@@ -38,7 +38,7 @@ def fingerprint() -> str:
     """Digest of every source file that decides what a kernel says."""
     here = Path(__file__).parent
     core = Path(importlib.util.find_spec("attnfuse").origin or "").parent  # type: ignore[union-attr]  # attnfuse is imported
-    files = sorted(here.glob("*.py")) + [core / f"{n}.py" for n in ("adjoint", "algebra", "intervals", "philox", "program", "ranges", "spec")]
+    files = sorted(here.glob("*.py")) + [core / f"{n}.py" for n in ("adjoint", "algebra", "intervals", "philox", "program", "ranges", "spec", "tilemap")]
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode())

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..adjoint import UPSTREAM, ZERO, adjoint
 from ..program import DOT, WEIGHT, Expr, loads, substitute
-from ..ranges import analyse
 from ..spec import AttentionSpec
+from ..tilemap import ranges_of
 from .exponent import LOG2E, foldable, scale_of, unfilled
 from .plan import HALF, product_dtype, products
 from .text import prepare
@@ -62,7 +62,7 @@ def chain(spec: AttentionSpec, depth: int, value_depth: int) -> Chain:
         ValueError: an operation without a derivative.
     """
     constants = {"d": depth, "e": value_depth}
-    ranges = analyse(spec)
+    ranges = ranges_of(spec)
     score, inside, weight = (prepare(x, constants) for x in (spec.score, inside_of(spec), spec.weight))
     arrived = prepare(substitute(adjoint(weight, WEIGHT), {UPSTREAM: ARRIVED}), constants)
     (factor, slope), (other, slope_inside) = (scale_of(prepare(adjoint(x, DOT), constants)) for x in (score, inside))
@@ -83,15 +83,16 @@ def chain(spec: AttentionSpec, depth: int, value_depth: int) -> Chain:
 
 def inside_of(spec: AttentionSpec) -> Expr:
     """The score program where all bounds hold; the whole one if that would read by other expressions, which have other gradients."""
-    inside = analyse(spec).inside
+    inside = ranges_of(spec).inside
     return inside if set(loads(inside)) <= set(loads(spec.score)) else spec.score
 
 
 def sweeps(spec: AttentionSpec, depth: int, value_depth: int) -> bool:
     """Whether rows without an allowed key have to be told from others: what the bounds leave out counts for them after all, for
     their weights are uniform or NaN; or they do not bear the program of full tiles."""
-    ranges = analyse(spec)
-    return chain(spec, depth, value_depth).mixed or bool(ranges.bounds) and (ranges.speculative or spec.empty_rows == "nan")
+    ranges = ranges_of(spec)
+    skips = bool(ranges.bounds) or spec.tiles is not None
+    return chain(spec, depth, value_depth).mixed or skips and (ranges.speculative or spec.empty_rows == "nan")
 
 
 def row_buffers(chain: Chain) -> tuple[str, ...]:

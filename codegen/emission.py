@@ -9,6 +9,7 @@ from ..algebra import affine, simplify
 from ..program import Expr, const, loads
 from ..ranges import Ranges, analyse
 from ..spec import Access, AttentionSpec
+from ..tilemap import ranges_of
 from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsupported, on_host
 from .helpers import HELPERS
 from .plan import KernelPlan
@@ -22,7 +23,7 @@ RESERVED = (
     "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
     "stop_tile unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
     "BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights d_mask e_mask out_stride_m out_stride_e q_stride_m q_stride_d k_stride_n k_stride_d "
-    "v_stride_n v_stride_e q_desc k_desc v_desc i j d e").split() + list(HELPERS)
+    "v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following i j d e").split() + list(HELPERS)
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def words(spec: AttentionSpec, plan: KernelPlan) -> list[str]:
     bounds, found = analyse(spec).bounds, []
     if any(b.slope and b.side == "upper" for b in bounds):
         found.append("window" if any(b.slope and b.side == "lower" for b in bounds) else "causal")
-    found += [word for word, there in (("sinks", spec.extra_terms), ("bias", any(level(x) == "tile" for x in loads(spec.score))),
+    found += [word for word, there in (("mapped", spec.tiles), ("sinks", spec.extra_terms), ("bias", any(level(x) == "tile" for x in loads(spec.score))),
                                        ("dropout", spec.dropouts)) if there]
     found.append(f"d{plan.depth}" + (f"x{plan.value_depth}" if plan.value_depth != plan.depth else ""))
     return [*found, spec.operands[spec.query.operand].dtype]
@@ -64,7 +65,7 @@ class Emission:
         self.names = Names(self.reserved)
         constants = {"d": plan.depth, "e": plan.value_depth}
         self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants, self.fixed)
-        self.ranges: Ranges = analyse(spec)
+        self.ranges: Ranges = ranges_of(spec)
 
     def name(self) -> str:
         """Of the generated function."""

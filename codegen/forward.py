@@ -13,8 +13,9 @@ import functools
 import math
 
 from ..program import WEIGHT, Expr, const, depends, substitute, walk
-from ..ranges import Bound
+from ..ranges import Bound, analyse
 from ..spec import Access, AttentionSpec
+from . import listed
 from .emission import Emission, Kernel, words
 from .exponent import LN2, LOG2E, foldable, scale_of, unfilled
 from .plan import KernelPlan, products
@@ -116,7 +117,7 @@ class Forward(Emission):
         w.line("# which queries of which attention")
         w.line("n_tiles = tl.cdiv(n_queries, BLOCK_M)")
         w.line("pid = tl.program_id(0)")
-        if any(b.slope and b.side == "upper" for b in self.ranges.bounds):
+        if any(b.slope and b.side == "upper" for b in analyse(spec).bounds):
             w.line("tile = n_tiles - 1 - pid % n_tiles        # later queries see more keys: the longest tiles start first")
         else:
             w.line("tile = pid % n_tiles")
@@ -167,7 +168,12 @@ class Forward(Emission):
         return f"{row} - {offset.text[1:]}" if offset.text.startswith("-") and offset.strength == 7 else f"{row} + {offset.within(4)}"
 
     def _range(self, w: Writer) -> None:
-        """Variables: keys [start, stop) may count; in [full_start, full_stop) every bound holds. All but `stop` lie on tile borders."""
+        """Variables: keys [start, stop) may count; in [full_start, full_stop) every bound holds. All but `stop` lie on tile borders.
+        Under a map they are lists of tiles."""
+        if self.spec.tiles is not None:
+            w.gap("the map's tiles of keys for these queries: full ones, then those that the mask cuts, then empty ones")
+            w.extend(listed.locate(self, "rows"))
+            return
         uppers = any(b.side == "upper" for b in self.ranges.bounds)
         lowers = any(b.side == "lower" for b in self.ranges.bounds)
         self.lowers, self.bounded = lowers, uppers or lowers
@@ -218,6 +224,9 @@ class Forward(Emission):
     # ---- the loops
 
     def _loops(self, w: Writer) -> None:
+        if self.spec.tiles is not None:
+            self._listed_loops(w)
+            return
         w.gap("full tiles: every bound holds for every row" if self.bounded else "full tiles")
         with w.block(f"for start_n in range({self.full_start}, full_stop, BLOCK_N):"):
             self._tile(w, self.inside, masked=False)
@@ -232,6 +241,22 @@ class Forward(Emission):
             w.gap("tiles that a bound or the end of the keys cuts" if self.bounded else "the last tile, where keys may be missing")
             with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages=1):"):
                 self._tile(w, self.score, masked=True)
+        self._after(w)
+
+    def _listed_loops(self, w: Writer) -> None:
+        """The same loops over a map's list."""
+        block = self.plan.block_n
+        w.gap("full tiles")
+        with listed.walk(w, "n", block, "0"):
+            self._tile(w, self.inside, masked=False)
+        w.gap("tiles that the mask or the end of the keys cuts")
+        with w.block(listed.cut(self, "n_full", "n_alive")):
+            w.line(f"start_n = {listed.place(block, 'step')}")
+            self._tile(w, self.score, masked=True)
+        self._after(w)
+
+    def _after(self, w: Writer) -> None:
+        """What rows without an allowed key still need."""
         if self.written is not None:
             self._again(w, self.written)
         elif self.sweeps:
@@ -249,6 +274,12 @@ class Forward(Emission):
     def _sweep(self, w: Writer) -> None:
         w.gap("A row that saw no allowed key weighs ALL keys by their filled scores, as written: let its tile visit the skipped ones.")
         w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
+        if self.spec.tiles is not None:
+            w.line("n_swept = tl.where(tl.max(unseen.to(tl.int32), 0) > 0, n_listed, n_alive)")
+            with w.block("for step in tl.range(n_alive, n_swept, num_stages=1):"):
+                w.line(f"start_n = {listed.place(self.plan.block_n, 'step')}")
+                self._tile(w, self.score, masked=True)
+            return
         visited = f"tl.maximum(tl.cdiv({self.stop}, BLOCK_N) * BLOCK_N, full_stop)" if self.bounded else "full_stop"
         w.line(f"stop_tile = {visited}")
         if self.lowers:

@@ -17,6 +17,7 @@ import torch
 from ..program import Expr, walk
 from ..reference import check_call
 from ..spec import AttentionSpec, dtype_of
+from ..tilemap import Mask
 from . import cache, header
 from .arguments import Unsupported, number
 from .emission import Kernel
@@ -72,6 +73,13 @@ def weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.
     from . import launch_weights  # which is built on this module
 
     return launch_weights.weights(spec, operands, stats, sizes, seed)
+
+
+def tile_map(mask: Mask, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The map of a mask's tiles: `tile_map.launch`."""
+    from . import tile_map  # which is built on this module
+
+    return tile_map.launch(mask, operands, sizes, device)
 
 
 def source(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], device: torch.device | Device) -> str:

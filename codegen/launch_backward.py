@@ -19,6 +19,7 @@ from ..elements import Elements
 from ..program import axis, const, loads
 from ..reference import check_call
 from ..spec import Access, AttentionSpec
+from ..tilemap import mapped
 from ..walker import backward_extra_terms
 from . import cache, header, launch
 from .arguments import Unsupported, number
@@ -141,6 +142,9 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     used = {spec.query.operand, spec.key.operand, spec.value.operand, *spec.captured}
     if any(t.device != device for t in (grad_out, out, stats, *(operands[n] for n in used))):
         raise Unsupported("the operands, the result and its gradient are on different devices")
+    found = mapped(spec) if spec.tiles is not None else None
+    if found is not None and any(needs[n] for n in found.floats):
+        raise Unsupported("a gradient of a mask that full tiles do not read")
     try:
         chain(spec, named["d"], named["e"])
         wanted = task(spec, operands, named, needs)

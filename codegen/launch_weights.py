@@ -44,6 +44,8 @@ def weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.
     ladder = _ladders.get(key)
     if ladder is None:
         check_call(spec, operands, sizes, seed)
+        if spec.tiles is not None:
+            raise ValueError("weights are computed without a map of tiles")
         if len(_ladders) >= _MOST_LADDERS:
             _ladders.clear()
         ladder = _ladders[key] = _prepare(spec, operands, stats, tuple(sizes))

@@ -8,11 +8,13 @@ is called with many lengths keeps few kernels.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..program import depends, loads
 from ..ranges import analyse
 from ..spec import AttentionSpec, dtype_of
+from ..tilemap import TILE
 from .tiles import Device, Tile, footprint, padded, traffic, work
 
 HALF = ("float16", "bfloat16")
@@ -159,10 +161,11 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
     table = _table(spec, request, device)
     limit, shapes = next((limit, rows) for limit, rows in table if max(block_d, block_e) <= limit)
-    if table is _HOPPER and limit in _LARGER_HOPPER and not tile_loads(spec) and not spec.dropouts:
+    if table is _HOPPER and limit in _LARGER_HOPPER and not tile_loads(spec) and not spec.dropouts and spec.tiles is None:
         larger, keys, bounded = _LARGER_HOPPER[limit]
         if request.keys >= keys and (bounded or not analyse(spec).bounds):
             shapes = (larger, *shapes)
+    shapes = within_map(spec, shapes)
     if gathers(spec) and "float32" in products(spec):
         shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers
     out: list[KernelPlan] = []
@@ -174,6 +177,14 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
         if len(out) < 2 and all((p.block_m, p.block_n, p.warps) != (16, 16, warps) for p in out):
             out.append(_plan(spec, request, device, (16, 16, warps, 1), block_d, block_e, ("the smallest tile there is",)))
     return tuple(out)
+
+
+def within_map(spec: AttentionSpec, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """The shapes with tiles no larger than those of a map, where the attention comes with one."""
+    if spec.tiles is None:
+        return tuple(shapes)
+    cut = ((min(m, TILE), min(n, TILE), warps, stages) for m, n, warps, stages in shapes)
+    return tuple(dict.fromkeys(s for s in cut if s[:2] != (64, 32)))        # which Hopper's table leaves out for its reasons
 
 
 def _fit(spec: AttentionSpec, request: Request, device: Device, shape: Shape, block_d: int, block_e: int,

@@ -11,7 +11,7 @@ from ..ranges import analyse
 from ..spec import AttentionSpec
 from .chain import types
 from .jobs import Job, Kind
-from .plan import HALF, KernelPlan, Request, Shape, element_bytes, gathers, reads_by_descriptor, tile_loads
+from .plan import HALF, KernelPlan, Request, Shape, element_bytes, gathers, reads_by_descriptor, tile_loads, within_map
 from .tiles import Device, padded
 
 _ROW_ELEMENTS = 8192
@@ -92,8 +92,9 @@ def candidates(spec: AttentionSpec, request: Request, device: Device, job: Job) 
     largest = max(block_d, block_e)
     table = _table(spec, device, job.kind)
     shapes = list(next(rows for limit, rows in table if largest <= limit))
-    if table is _QUERIES_HOPPER and not analyse(spec).bounds:
+    if table is _QUERIES_HOPPER and not analyse(spec).bounds and spec.tiles is None:
         shapes.insert(0, _QUERIES_FULL[next(limit for limit, _ in table if largest <= limit)])
+    shapes = within_map(spec, shapes)
     if gathers(spec):
         shapes = shapes[1:]             # addresses that are read fill registers
     out: list[KernelPlan] = []

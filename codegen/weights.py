@@ -61,7 +61,7 @@ class Weights(Recomputed):
         w.gap("a tile with a row that saw no allowed key, or is NaN, takes every key through the whole program")
         seen = f"(largest > {literal(self.chain.seen_above)}) & (total == total)"
         w.line(f"some_unseen = tl.max((m_mask & ({seen} ^ True)).to(tl.int32), 0) > 0")
-        self._every_key(w)
+        self._widen(w)
 
     def _sweep(self, w: Writer) -> None:
         """Nothing: `_state` has widened the range already."""

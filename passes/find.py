@@ -94,7 +94,7 @@ def _reach(start: Node) -> tuple[list[Node], set[Node], list[Node]]:
         for user in node.users:
             called = nodes.name(user)
             if called in nodes.CONTRACTION:
-                if user not in products:
+                if user not in products and user.users:         # one that was taken apart has none
                     products.append(user)
             elif called in nodes.HEAVY:
                 ends.append(user)

@@ -99,7 +99,9 @@ def mutated(node: Node) -> list[Node]:
         return _nodes([*found, *(node.kwargs[s.name] for s in written if s.name in node.kwargs)])
     called = name(node)
     out = _nodes([node.kwargs.get("out")])
-    inplace = called in _INPLACE_OPERATORS or (called.endswith("_") and not called.endswith("__") and called not in _OUT_OF_PLACE)
+    marked = called.endswith("_") and not called.endswith("__") and called not in _OUT_OF_PLACE
+    plain = getattr(target, "__module__", "") == "_operator"           # and_, or_, not_: named so because the words are taken
+    inplace = called in _INPLACE_OPERATORS or (marked and not plain)
     if inplace or _flagged_inplace(node):
         out += _nodes([node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))])
     return out

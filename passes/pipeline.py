@@ -27,6 +27,7 @@ from ..settings import Settings
 from ..spec import AttentionSpec
 from . import nodes, verify
 from .assemble import Lifted, assemble
+from .distribute import distribute, sums
 from .expand import Expansion, expand, opaque, settle
 from .find import Candidate, find
 from .measure import Measured, measure
@@ -139,10 +140,11 @@ def _copied(gm: GraphModule) -> GraphModule:
 # ---- the passes: each takes the state, changes it, and returns a remark
 
 def _expand(state: State) -> str:
-    """Take apart the calls that hide an attention; one that can't be is a candidate that was refused."""
+    """Take apart the calls that hide an attention, and products of sums of softmaxes; a call that can't be is a candidate that was refused."""
     for call in opaque(state.gm):
         c = Candidate(call, None)
         _guarded(state, c, "expand", lambda c=c: state.expansions.append(expand(state.gm, c.anchor)))
+    state.expansions += [distribute(state.gm, product) for product in sums(state.gm)]
     return f"{len(state.expansions)} calls taken apart"
 
 
@@ -217,7 +219,7 @@ def _splice(state: State, key: Node) -> None:
     merged = merge_order(region.product, len(lifted.permutation)) is not None
     before = set(state.gm.graph.nodes)
     try:
-        pairs = replace(state.gm, region, lifted, state.facts, state.replaced)
+        pairs = replace(state.gm, region, lifted, state.facts, state.replaced, state.settings)
         for n, (old, new) in enumerate(pairs):
             verify.same_metadata(old, new, layout=n > 0 or not merged)
     except Exception:

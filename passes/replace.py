@@ -17,17 +17,20 @@ from torch.fx.node import map_arg
 
 from ..program import Expr
 from ..refusal import Reason, Refused
+from ..settings import Settings
 from . import nodes
 from .assemble import Lifted
 from .operands import Call
 from .region import GraphFacts, Region
+from .tiles import attach
 from .trace import length, number
 from .wanted import make_available, place
 
 _SEED_BOUND = 2 ** 62
 
 
-def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts, replaced: Mapping[Node, Node]) -> list[tuple[Node, Node]]:
+def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts, replaced: Mapping[Node, Node],
+            settings: Settings) -> list[tuple[Node, Node]]:
     """Insert the calls, before the product or before its weights are read; returns (old node, the one that stands for it), the
     product first. Nothing uses the new nodes yet. `replaced` are such pairs of other slices, whose results this one may read."""
     graph, want = gm.graph, region.wanted
@@ -41,7 +44,8 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts, 
         maker = _Maker(graph, local, region.product, at)
         operands, sizes = maker.arguments(lifted.call)
         seed = _seed(graph, operands[0]) if lifted.spec.dropouts else None
-        call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, lifted.spec.to_json()), region.product)
+        spec, operands = attach(graph, lifted.spec, operands, sizes, at, region.product, settings, _call)
+        call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, spec.to_json()), region.product)
         out = maker.shaped(_call(graph, operator.getitem, (call, 0), region.product), lifted.permutation, None)
         out.meta["attnfuse"] = call.meta["attnfuse"] = lifted.spec.digest()
         pairs = [(region.product, out)]

@@ -212,6 +212,17 @@ def padding_bool(q, k, v, pad):
     return (q @ t(k) + torch.where(pad, 0.0, LOW)[:, None, None]).softmax(-1) @ v
 
 
+@case(f"where(not(pad[b0, j]) or not(pad[b0, i]), {LOW!r}, s)", plus(square, lambda g: torch.rand(B, LK, generator=g) > 0.1))
+def padding_by_both(q, k, v, pad):
+    """Python's & of two views of an input is called and_, and changes nothing."""
+    return (q @ t(k)).masked_fill(~(pad[:, None, None] & pad[:, None, :, None]), LOW).softmax(-1) @ v
+
+
+@case("where(pad[b0, j] or pad[b0, i], s, -inf)", plus(square, lambda g: torch.rand(B, LK, generator=g) > 0.1))
+def padding_by_either(q, k, v, pad):
+    return torch.where(pad[:, None, None] | pad[:, None, :, None], q @ t(k), -math.inf).softmax(-1) @ v
+
+
 @case("s + -10000 * (1 - float(pad[b0, j]))", plus(qkv, lambda g: (torch.rand(B, LK, generator=g) > 0.3).long()))
 def padding_integer_bert(q, k, v, pad):
     return (q @ t(k) + (1.0 - pad[:, None, None, :].float()) * -10000.0).softmax(-1) @ v

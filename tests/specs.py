@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from attnfuse import tilemap
 from attnfuse.program import DOT, WEIGHT, Expr, add, apply, axis, const, le, load, mul, size, where
 from attnfuse.spec import Access, AttentionSpec, Operand
 
@@ -191,6 +192,18 @@ CASES: tuple[Case, ...] = (
 )
 
 BY_NAME = {case.name: case for case in CASES}
+
+
+def with_map(spec: AttentionSpec, operands: list[torch.Tensor], sizes: tuple[int, ...]) -> tuple[AttentionSpec, list[torch.Tensor]]:
+    """The same call with a map of its mask's tiles; as it is where there is no mask to make one of."""
+    found = tilemap.mapped(spec)
+    if found is None:
+        return spec, operands
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    maps = tilemap.build(found.mask, [operands[n] for n in found.sources], [named[n] for n in found.mask.size_names], operands[0].device)
+    count, rank = len(operands), len(found.mask.batch) + 2
+    both = (Operand("row_tiles", "int32", rank), Operand("column_tiles", "int32", rank))
+    return replace(spec, operands=(*spec.operands, *both), tiles=(count, count + 1)), [*operands, *maps]
 
 
 def variant(name: str, **changes: object) -> Case:

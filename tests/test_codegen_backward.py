@@ -23,7 +23,7 @@ from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
 from attnfuse.reference import reference
 from attnfuse.spec import Access, AttentionSpec, Operand
-from tests.oracle import truth
+from tests.oracle import rounding, truth
 from tests.specs import BY_NAME, CASES, CAUSAL, Case, Shape, padding, variant
 
 INSIDE = launch.interpreting()
@@ -73,10 +73,10 @@ def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     exact = truth(spec, operands, sizes, drop, grad_out, needs)
     half = any(t.dtype != torch.float32 for t in (out, *(operands[a.operand] for a in (spec.query, spec.key, spec.value))))
     plain = exact if half else truth(spec, operands, sizes, drop, grad_out, needs, torch.float32)
-    half_limit, float_limit = limits
+    limit = limits[0 if half else 1]
     scale = max([x.nan_to_num().norm().item() for x in (*exact, grad_out) if x is not None])
-    roles = {x.operand for x in (spec.query, spec.key, spec.value)}
-    for number, (got, want, eager, operand) in enumerate(zip(grads, exact, plain, operands, strict=True)):
+    explained = rounding(spec, operands, sizes, drop, grad_out, needs)
+    for got, want, eager, operand, rounded in zip(grads, exact, plain, operands, explained, strict=True):
         if want is None or eager is None:
             assert got is None
             continue
@@ -85,9 +85,7 @@ def check(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
         # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
         norm = max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)
         error = lambda x: (x.double() - want).nan_to_num().norm().item() / norm  # noqa: B023
-        # What a captured tensor gets is a sum over many scores that cancels: a few last places of its largest terms.
-        least = float_limit if number in roles else 5 * float_limit
-        assert error(got) <= (half_limit if half else max(3.0 * error(eager), least)), (error(got), error(eager))
+        assert error(got) <= max(limit, rounded / norm, 0.0 if half else 3.0 * error(eager)), (error(got), error(eager), rounded / norm)
     return grads
 
 
@@ -327,8 +325,9 @@ def test_scores_below_the_fills_lose_to_them(seed: int, tiles) -> None:
     operands[1][:, 0] = -180.0 + 1e-1 * operands[1][:, 0]
     out, _ = launch.forward(case.spec("float16"), operands, sizes)
     exact = reference(case.spec("float16"), operands, sizes, dtype=torch.float64)
-    assert ((out.double() - exact).norm() / exact.norm()).item() < 1e-3
-    check(case.spec("float16"), operands, sizes, seed, needs=(False, False, True, False))
+    # The last place of a float32 score of 65504 is 0.004, and the weights follow it.
+    assert ((out.double() - exact).norm() / exact.norm()).item() < 1e-2
+    check(case.spec("float16"), operands, sizes, seed, needs=(False, False, True, False), limits=(1e-2, 1e-2))
 
 
 @interpreted

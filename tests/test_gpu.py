@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnfuse import walker
+from attnfuse import tilemap, walker
 from attnfuse.codegen import launch, launch_backward, launch_weights, plan
 from attnfuse.reference import reference, weights
-from tests.specs import BY_NAME, CASES, Case, Shape
+from attnfuse.spec import AttentionSpec
+from tests.oracle import rounding, truth
+from tests.specs import BY_NAME, CASES, Case, Shape, with_map
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DTYPES = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 2e-6}
@@ -32,10 +34,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_allocate", lambda *args: tuple(t.fill_(12345.0) for t in allocate(*args)))
 
 
-def check(case: Case, shape: Shape, dtype: str, seed: int, move=lambda t: t) -> None:
+def arrange(case: Case, shape: Shape, dtype: str, seed: int, move, mapped: bool) -> tuple[AttentionSpec, list[torch.Tensor], tuple[int, ...]]:
+    """(spec, operands, sizes) of a call on the GPU, with a map of its mask's tiles where that is asked for."""
     operands, sizes = case.inputs(shape, getattr(torch, dtype), seed)
-    operands = [move(t.cuda()) for t in operands]
-    spec = case.spec(dtype)
+    spec, operands = case.spec(dtype), [move(t.cuda()) for t in operands]
+    return (*(with_map(spec, operands, sizes) if mapped else (spec, operands)), sizes)
+
+
+def check(case: Case, shape: Shape, dtype: str, seed: int, move=lambda t: t, mapped: bool = False) -> None:
+    spec, operands, sizes = arrange(case, shape, dtype, seed, move, mapped)
     drop = torch.tensor([seed + (seed << 32)], device="cuda") if spec.dropouts else None
     out, _ = launch.forward(spec, operands, sizes, drop)
     exact = reference(spec, operands, sizes, drop, dtype=torch.float64)
@@ -114,41 +121,40 @@ BACKWARD = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 3e-6}
 """As `DTYPES`; a gradient passes through one rounded factor more."""
 
 
-def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda t: t) -> list[torch.Tensor | None]:
+def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda t: t, mapped: bool = False) -> list[torch.Tensor | None]:
     """The gradients of all operands from generated kernels, against autograd through the reference in float64."""
-    operands, sizes = case.inputs(shape, getattr(torch, dtype), seed)
-    operands = [move(t.cuda()) for t in operands]
-    spec = case.spec(dtype)
+    spec, operands, sizes = arrange(case, shape, dtype, seed, move, mapped)
     drop = torch.tensor([seed + (seed << 32)], device="cuda") if spec.dropouts else None
     out, stats = launch.forward(spec, operands, sizes, drop)
     grad_out = move(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype).cuda())
     needs = [t.is_floating_point() for t in operands]
     grads = launch.backward(spec, grad_out, operands, out, stats, sizes, drop, needs)
-    leaves = [t.double().requires_grad_() if need else t for t, need in zip(operands, needs, strict=True)]
-    wanted = [t for t in leaves if t.requires_grad]
-    found = torch.autograd.grad(reference(spec, leaves, sizes, drop, dtype=torch.float64), wanted, grad_out.double(), allow_unused=True)
-    exact = [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True)]
+    exact = [g for g in truth(spec, operands, sizes, drop, grad_out, needs) if g is not None]
+    explained = [x for x, need in zip(rounding(spec, operands, sizes, drop, grad_out, needs), needs, strict=True) if need]
     scale = max(x.nan_to_num().norm().item() for x in (*exact, grad_out))
 
     @functools.cache
     def walked() -> list[torch.Tensor | None]:
         plain = lambda t: t.float() if t.is_floating_point() else t
         own = case.spec("float32")
-        _, statistics = walker.forward(own, [*map(plain, operands)], sizes, drop)
-        return walker.backward(own, grad_out.float(), [*map(plain, operands)], out.float(), statistics, sizes, drop, needs)
+        wide = [*map(plain, operands[:len(own.operands)])]
+        _, statistics = walker.forward(own, wide, sizes, drop)
+        return [*walker.backward(own, grad_out.float(), wide, out.float(), statistics, sizes, drop, needs[:len(wide)]), None, None]
 
     def method(number: int) -> float:
         """The error of the method itself, in float32 from the same rounded result: where a row has one weight of almost 1 its
         gradient is a difference that cancels, and scores in the hundreds are computed again with an error of a last place."""
         want = exact[number]
-        got = [g for g, need in zip(walked(), needs, strict=True) if need][number]
+        got = [g for g, need in zip(walked(), needs) if need][number]  # noqa: B905  (a map has no gradients)
         return (got.double() - want).nan_to_num().norm().item() / max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)  # type: ignore[union-attr]
 
     for number, (got, want) in enumerate(zip([g for g, need in zip(grads, needs, strict=True) if need], exact, strict=True)):
         assert got is not None and torch.equal(got.isnan(), want.isnan())
         # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
-        error = (got.double() - want).nan_to_num().norm().item() / max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)
-        assert error <= max(BACKWARD[dtype], (4 if dtype == "float32" else 1.5) * method(number)), (number, error, method(number))
+        size = max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)
+        error = (got.double() - want).nan_to_num().norm().item() / size
+        limit = max(BACKWARD[dtype], explained[number] / size, (4 if dtype == "float32" else 1.5) * method(number))
+        assert error <= limit, (number, error, method(number))
     return grads
 
 
@@ -166,6 +172,29 @@ def poisoned_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_backward_of_every_mechanism(case: Case, dtype: str, shape: Shape, seed: int) -> None:
     check_backward(case, shape, dtype, seed)
+
+
+MAPPED = [case for case in CASES if tilemap.mapped(case.spec()) is not None]
+
+
+@pytest.mark.usefixtures("poisoned_backward")
+@pytest.mark.parametrize("dtype, shape", [
+    ("bfloat16", Shape((2, 2), 330, 300, 64, 64)), ("float16", Shape((1, 2), 256, 512, 128, 128)), ("float32", Shape((2, 1), 200, 130, 40, 72)),
+], ids=lambda x: x if isinstance(x, str) else f"{x.queries}x{x.keys}x{x.depth}")
+@pytest.mark.parametrize("case", MAPPED, ids=lambda c: c.name)
+def test_attention_along_a_map(case: Case, dtype: str, shape: Shape, seed: int) -> None:
+    check(case, shape, dtype, seed, mapped=True)
+    check_backward(case, shape, dtype, seed, mapped=True)
+
+
+@pytest.mark.parametrize("case", MAPPED, ids=lambda c: c.name)
+def test_the_kernels_make_the_map(case: Case, seed: int) -> None:
+    spec, operands, sizes = arrange(case, Shape((2, 3), 1000, 20000, 16, 16), "bfloat16", seed, lambda t: t, mapped=True)
+    found = tilemap.mapped(spec)
+    assert found is not None and spec.tiles is not None
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    got = launch.tile_map(found.mask, [operands[n] for n in found.sources], [named[n] for n in found.mask.size_names], operands[0].device)
+    assert all(torch.equal(a, operands[n]) for a, n in zip(got, spec.tiles, strict=True))
 
 
 @pytest.mark.usefixtures("poisoned_backward")

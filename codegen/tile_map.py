@@ -1,0 +1,220 @@
+"""The kernels that make a map of tiles (`attnfuse.tilemap`): what each tile holds, then the lists.
+
+One program a tile evaluates the mask's two predicates at its 64 x 64 positions and stores two bits. A second kernel, which is the
+same for every mask, sorts a row of these into a list; it runs once for the rows of tiles and once for the columns.
+
+    rows, columns = launch(mask, operands, sizes, device)
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..spec import dtype_of
+from ..tilemap import COUNTS, TILE, Mask, shapes
+from . import cache, header
+from .arguments import Arguments, Names, Size, number
+from .emission import RESERVED, Kernel
+from .helpers import HELPERS
+from .scores import Body, Programs
+from .text import prepare
+from .writer import Writer
+
+ALIVE, FULL = 1, 2
+"""The bits of a tile: some position is not dead; every position within the lengths is full."""
+CHUNK = 128
+"""Tiles of a row that the sorting kernel takes at once."""
+
+_LISTS = f'''
+@triton.jit(do_not_specialize=["n_entries", "n_lists", "entry_stride", "list_stride", "length"])
+def list_tiles(bits_ptr, lists_ptr, n_entries, n_lists, entry_stride, list_stride, length, CHUNK: tl.constexpr):
+    """One row of the map: how many tiles are full, how many are not empty, then full, cut and empty ones."""
+    pid = tl.program_id(0)
+    bits_ptr += (pid // n_lists).to(tl.int64) * n_lists * n_entries + pid % n_lists * list_stride
+    lists_ptr += pid.to(tl.int64) * (n_entries + {COUNTS})
+    n_full = 0
+    n_alive = 0
+    for start in range(0, n_entries, CHUNK):
+        entry = start + tl.arange(0, CHUNK)
+        bits = tl.load(bits_ptr + entry * entry_stride, mask=entry < n_entries, other=0)
+        full = (bits == {ALIVE | FULL}) & ((entry + 1) * {TILE} <= length)        # full tiles are read without a mask
+        n_full += tl.sum(full.to(tl.int32), 0)
+        n_alive += tl.sum((bits & {ALIVE}).to(tl.int32), 0)
+    tl.store(lists_ptr, n_full)
+    tl.store(lists_ptr + 1, n_alive)
+    next_full = {COUNTS}
+    next_cut = {COUNTS} + n_full
+    next_empty = {COUNTS} + n_alive
+    for start in range(0, n_entries, CHUNK):
+        entry = start + tl.arange(0, CHUNK)
+        bits = tl.load(bits_ptr + entry * entry_stride, mask=entry < n_entries, other=0)
+        full = (bits == {ALIVE | FULL}) & ((entry + 1) * {TILE} <= length)
+        empty = (bits & {ALIVE}) == 0
+        cut = (full | empty) ^ True
+        before_full = tl.cumsum(full.to(tl.int32), 0) - 1
+        before_cut = tl.cumsum(cut.to(tl.int32), 0) - 1
+        before_empty = tl.cumsum(empty.to(tl.int32), 0) - 1
+        place = tl.where(full, next_full + before_full, tl.where(cut, next_cut + before_cut, next_empty + before_empty))
+        tl.store(lists_ptr + place, entry, mask=entry < n_entries)
+        next_full += tl.sum(full.to(tl.int32), 0)
+        next_cut += tl.sum(cut.to(tl.int32), 0)
+        next_empty += tl.sum(empty.to(tl.int32), 0)
+'''
+
+
+@functools.lru_cache(maxsize=512)
+def emit(mask: Mask, wide: bool) -> Kernel:
+    """The kernel that looks at the tiles of a mask; `wide` for 64-bit offsets."""
+    arguments, names = Arguments(), Names((*RESERVED, "bits_ptr", "bits", "alive", "full", "dead", "within", "n_rows", "n_columns", "rest"))
+    programs = Programs(mask, names, arguments, wide, {})
+    for axis in ("i", "j"):
+        programs.size(axis)
+    body = Body(programs, masked=True)
+    lines = Writer()
+    cast = ".to(tl.int64)" if wide else ""
+    lines.line("# which queries and keys")
+    lines.line("n_rows = tl.cdiv(n_queries, BLOCK_M)")
+    lines.line("n_columns = tl.cdiv(n_keys, BLOCK_N)")
+    lines.line("pid = tl.program_id(0)")
+    lines.line(f"offs_n = (pid % n_columns * BLOCK_N + tl.arange(0, BLOCK_N)){cast}")
+    lines.line("rest = pid // n_columns")
+    lines.line(f"offs_m = (rest % n_rows * BLOCK_M + tl.arange(0, BLOCK_M)){cast}")
+    rest = "rest // n_rows"
+    for place, name in reversed(list(enumerate(mask.batch))):
+        outer = names.of(("outer", name), f"outer_{name}")
+        lines.line(f"{outer} = {rest}")
+        lines.line(f"{programs.axis(name)} = {outer}{f' % {programs.size(name)}' if place else ''}")
+        rest = f"{outer} // {programs.size(name)}"
+    lines.line("m_mask = offs_m < n_queries")
+    lines.line("n_mask = offs_n < n_keys")
+    spread = lambda text: f"tl.full([BLOCK_M, BLOCK_N], False, tl.int1) | ({text})"
+    dead, full = (_along(body, programs, prepare(x, {})) for x in (mask.dead, mask.full))
+    lines.extend([*programs.scalars, *programs.hoisted, *body.moving, *body.tiles])
+    lines.line("within = m_mask[:, None] & n_mask[None, :]")
+    lines.line(f"dead = {spread(dead)}")
+    lines.line(f"full = {spread(full)}")
+    lines.line("alive = tl.max((within & (dead ^ True)).to(tl.int32))")
+    lines.line("full = tl.min((full | (within ^ True)).to(tl.int32))")
+    arguments.pointer("bits_ptr", "bits")
+    lines.line(f"tl.store(bits_ptr + pid, (alive * {ALIVE} + full * {FULL}).to(tl.int8))")
+    return _wrap(mask, programs, lines)
+
+
+def _along(body: Body, programs: Programs, predicate: Any) -> str:
+    """The text of a predicate, of the shape of a tile or broadcasting to it."""
+    from .text import level
+
+    text = body.text(predicate)
+    where = level(predicate)
+    if where in ("tile", "scalar"):
+        return text.text
+    return f"{text.within(8)}{programs.along[where]}"
+
+
+def _wrap(mask: Mask, programs: Programs, lines: Writer) -> Kernel:
+    name = "tiles_of_mask"
+    pointers, integers = programs.arguments.ordered()
+    out = Writer()
+    for helper in sorted(programs.helpers):
+        out.extend(HELPERS[helper].strip("\n").split("\n"))
+        out.line()
+        out.line()
+    sizes = [a.name for a in integers if isinstance(a, Size)]
+    out.call("@triton.jit(do_not_specialize=[", [f'"{n}"' for n in sizes], "])")
+    constants = (("BLOCK_M", TILE), ("BLOCK_N", TILE))
+    out.call(f"def {name}(", [*(p.name for p in pointers), *(a.name for a in integers), *(f"{n}: tl.constexpr" for n, _ in constants)], "):")
+    batch = ", ".join(mask.batch)
+    out.line(f'    """What one tile of the mask holds{f", of one {batch}" if batch else ""}."""')
+    out.extend(f"    {line}" if line else "" for line in lines.lines)
+    return Kernel(name, out.text(), pointers, integers, constants)
+
+
+def render(mask: Mask, kernel: Kernel) -> str:
+    """The whole text of a generated file."""
+    reads = ", ".join(f"{n} = {o.dtype} of rank {o.rank}" for n, o in ((f"t{n}", o) for n, o in enumerate(mask.operands)))
+    lines = ['"""Kernels that find the empty and the full tiles of a mask, generated by attnfuse.', "",
+             *header.wrap(f"dead where {mask.dead}", "    "), *header.wrap(f"full where {mask.full}", "    "),
+             *(header.wrap(reads, "    ") if reads else []), "",
+             f"Versions: {', '.join(f'{k} {v}' for k, v in header.versions().items())}.", '"""',
+             "import triton", "import triton.language as tl", "", ""]
+    return "\n".join(line.replace("\\", "/") for line in lines) + f"\n{kernel.source}\n{_LISTS}"
+
+
+# ---- running
+
+Run = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+_runs: dict[object, Run] = {}
+_MOST_RUNS = 1024
+
+
+def launch(mask: Mask, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The map of a mask, as `tilemap.build` gives it.
+
+    Raises:
+        Unsupported: there is no kernel for this mask.
+        ValueError: the arguments do not fit the mask.
+    """
+    key = (mask, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype) for t in operands]), device)
+    run = _runs.get(key)
+    if run is None:
+        for tensor, fact in zip(operands, mask.operands, strict=True):
+            if tensor.dtype != dtype_of(fact.dtype) or tensor.dim() != fact.rank or tensor.device != device:
+                raise ValueError(f"operand {fact.name} is {tensor.dtype} of rank {tensor.dim()} on {tensor.device}, "
+                                 f"the mask says {fact.dtype} of rank {fact.rank} on {device}")
+        if len(_runs) >= _MOST_RUNS:
+            _runs.clear()
+        run = _runs[key] = _prepare(mask, operands, tuple(sizes), device)
+    return run(operands)
+
+
+def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...], device: torch.device) -> Run:
+    from .launch import caller
+
+    named = dict(zip(mask.size_names, sizes, strict=True))
+    wide = any(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) >= 2 ** 30 for t in operands) or max(named["i"], named["j"]) >= 2 ** 15
+    kernel = emit(mask, wide)
+    module = _module(mask, wide)
+    by_rows, by_columns = shapes(mask, sizes)
+    n_rows, n_columns = by_rows[-2], by_columns[-2]
+    batch = math.prod(by_rows[:-2])
+    layouts = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
+    integers = [number(a, named, *layouts, {}) for a in kernel.integers]
+    pointers = [p.operand for p in kernel.pointers]
+    look = caller(getattr(module, kernel.name), kernel, _Plain(), (batch * n_rows * n_columns, 1, 1), integers)
+    empty = batch * n_rows * n_columns == 0
+
+    def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = (torch.zeros(s, dtype=torch.int32, device=device) if empty else torch.empty(s, dtype=torch.int32, device=device)
+                         for s in (by_rows, by_columns))
+        if not empty:
+            bits = torch.empty((batch, n_rows, n_columns), dtype=torch.int8, device=device)
+            look([operands[p] if isinstance(p, int) else bits for p in pointers])
+            lists = module.list_tiles
+            lists[(batch * n_rows, 1, 1)](bits, rows, n_columns, n_rows, 1, n_columns, named["j"], CHUNK=CHUNK)
+            lists[(batch * n_columns, 1, 1)](bits, columns, n_rows, n_columns, n_columns, 1, named["i"], CHUNK=CHUNK)
+        return rows, columns
+
+    def run_elsewhere(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.device(device):
+            return run(operands)
+
+    return run_elsewhere if device.type == "cuda" and torch.cuda.device_count() > 1 else run
+
+
+class _Plain:
+    """What `launch.caller` asks of a plan, for a kernel that needs none."""
+
+    options: dict[str, int] = {"num_warps": 4}
+
+
+@functools.lru_cache(maxsize=512)
+def _module(mask: Mask, wide: bool) -> Any:
+    kernel = emit(mask, wide)
+    parts = (mask.to_json(), repr(wide), repr(sorted(header.versions().items())), cache.fingerprint())
+    name = f"{kernel.name}_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:8]}"
+    return cache.load(cache.store(name, lambda: render(mask, kernel)))
