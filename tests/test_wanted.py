@@ -215,8 +215,10 @@ def test_checkpointing_draws_the_same_again(reentrant: bool, seed: int) -> None:
     (lambda q, k, v: ((p := causal(q, k)) @ (p @ v), v), 2, 0),
     (lambda q, k, v: ((p := causal(q, k)) @ (o := p @ v), o, p.sum()), 2, 1),
     (lambda q, k, v: (causal(causal(q, k) @ v, k) @ v, v), 2, 0),
+    (lambda q, k, v: (((p := causal(q, k)) - 0.3 * causal(k, q)) @ v, p.amax(-1)), 2, 1),
     (lambda q, k, v: ((((p := causal(q, k)) @ v) @ k.mT + p).softmax(-1) @ v, v), 2, 1),
-], ids=["nobody", "another product", "another product and a maximum", "a product of a product", "that and a sum", "the next layer", "the next layer's bias"])
+], ids=["nobody", "another product", "another product and a maximum", "a product of a product", "that and a sum", "the next layer", "a difference",
+        "the next layer's bias"])
 def test_only_what_is_read_is_computed(fn: Callable[..., Outputs], products: int, count: int, seed: int) -> None:
     """Two products of the same weights are two attentions, of which neither writes its weights; nothing is computed as it was written too."""
     seen: list[Any] = []
