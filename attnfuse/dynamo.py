@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 from .report import Report, Site, dump, merge
 from .settings import NAMES, Settings, resolve
+from .traffic import Call
 
 Compiled = Callable[..., Any]
 Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -69,9 +70,12 @@ def _predicted(site: Site) -> Site:
     """The site with what its generated kernel would move; as it is where nothing was counted or there is no kernel for it."""
     if not site.written or site.spec is None:
         return site
-    from .predicting import default_device, forward
+    from .predicting import default_device, forward, weights
     try:
-        return replace(site, fused=forward(site.spec, site.sizes, site.held, default_device()))
+        device = default_device()
+        kernels = [forward(site.spec, site.sizes, site.held, device), *(weights(w.spec, w.sizes, w.held, device) for w in site.given)]
+        total = (sum(getattr(k, n) for k in kernels) for n in ("read", "written", "flops"))
+        return replace(site, fused=Call(kernels[0].op, *total))
     except ValueError:
         return site
     except Exception:       # a remark of the report must not cost the fusion

@@ -2,10 +2,15 @@
 
     torch.ops.attnfuse.attention(operands, sizes, seed, spec) -> (out, stats)
     torch.ops.attnfuse.attention_backward(grad_out, operands, out, stats, sizes, seed, spec, needs) -> gradients
+    torch.ops.attnfuse.weights(operands, stats, sizes, seed, spec) -> weights
+    torch.ops.attnfuse.weights_backward(grad, operands, stats, sizes, seed, spec, needs) -> gradients
 
 `spec` is `AttentionSpec.to_json()`, `sizes` the integers of `AttentionSpec.size_names`; out (batch…, i, e) has the strides that
 `spec.out_order` says, stats (batch…, i, 2) are the row statistics of `walker.forward`. A gradient that is not needed
 comes back as an empty tensor, for an operator cannot return None in a list.
+
+`weights` is for attention weights that are wanted beside the result: from the statistics of the same operands it gives the tensor
+(batch…, i, j) that its own spec describes (weight program, dtype, memory order). Its gradients are added to the attention's by autograd.
 
 On the CPU plain attention goes to PyTorch's fused kernel and everything else to the walker; on a GPU the generated
 kernels run, and the walker what they do not support, which is said once a reason.
@@ -24,12 +29,12 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, tilemap, walker
-from .reference import reference
+from . import cpu, tilemap, walker, weighing
+from .reference import reference, weights
 from .settings import current
 from .spec import AttentionSpec
 from .tilemap import Mask
-from .tiling import allocate_out
+from .tiling import allocate_out, allocate_weights
 
 Executor = Literal["auto", "reference", "walker", "triton"]
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -40,6 +45,9 @@ _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define("attention(Tensor[] operands, SymInt[] sizes, Tensor? seed, str spec) -> (Tensor out, Tensor stats)", tags=_tags)
 _library.define("attention_backward(Tensor grad_out, Tensor[] operands, Tensor out, Tensor stats, SymInt[] sizes, Tensor? seed, str spec, "
                 "bool[] needs) -> Tensor[]", tags=_tags)
+_library.define("weights(Tensor[] operands, Tensor stats, SymInt[] sizes, Tensor? seed, str spec) -> Tensor", tags=_tags)
+_library.define("weights_backward(Tensor grad, Tensor[] operands, Tensor stats, SymInt[] sizes, Tensor? seed, str spec, bool[] needs) -> Tensor[]",
+                tags=_tags)
 _library.define("tile_map(Tensor like, Tensor[] operands, SymInt[] sizes, str mask) -> (Tensor rows, Tensor columns)", tags=_tags)
 
 SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; run the model as it is written, inside "
@@ -85,8 +93,8 @@ def _say_once(reason: str) -> None:
         warnings.warn(f"attnfuse computes an attention by the tiled loop in PyTorch: {reason}", stacklevel=3)
 
 
-def _generated(which: Literal["forward", "backward", "tile_map"], *args: Any) -> Any:
-    """What the generated kernels give for the arguments of the function of `launch` that is named so; None, said once, where there are none."""
+def _generated(which: Literal["forward", "backward", "weights", "tile_map"], *args: Any) -> Any:
+    """What the generated kernels give for the arguments of that function of `launch`; None, said once, where there are none."""
     try:
         launch: Any = importlib.import_module("attnfuse.codegen.launch")
     except ImportError as e:
@@ -149,6 +157,34 @@ def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor]
     return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
 
 
+def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int], seed: torch.Tensor | None) -> torch.Tensor:
+    like = operands[spec.query.operand]
+    if _forced == "reference":
+        return allocate_weights(spec, sizes, like).copy_(weights(spec, operands, sizes, seed))
+    if _forced == "triton":
+        return importlib.import_module("attnfuse.codegen.launch").weights(spec, operands, stats, sizes, seed)
+    fast = None
+    if _forced == "auto" and like.device.type == "cuda" and current().executor != "torch":
+        fast = _generated("weights", spec, operands, stats, sizes, seed)
+    return weighing.forward(spec, operands, stats, sizes, seed) if fast is None else fast
+
+
+@torch.library.impl(_library, "weights", "CompositeExplicitAutograd")
+def _weights_op(operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> torch.Tensor:
+    _refuse_forward_mode()
+    with torch.no_grad(), _without_autocast(stats.device):
+        return _weights(AttentionSpec.from_json(spec), operands, stats, sizes, seed)
+
+
+@torch.library.impl(_library, "weights_backward", "CompositeExplicitAutograd")
+def _weights_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int], seed: torch.Tensor | None,
+                      spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
+    """By the tiled loop on every device: a tensor of the gradient's size is alive anyway."""
+    with torch.no_grad(), _without_autocast(stats.device):
+        grads = weighing.backward(AttentionSpec.from_json(spec), grad, operands, stats, sizes, seed, needs)
+    return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
+
+
 @torch.library.impl(_library, "tile_map", "CompositeExplicitAutograd")
 def _tile_map(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], mask: str) -> Result:
     """The tiles of a mask (`tilemap.build`), made on the device of `like`."""
@@ -181,6 +217,19 @@ def _fake_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out
     return [t.new_empty(t.shape if need else 0) for t, need in zip(operands, needs, strict=True)]
 
 
+@torch.library.register_fake("attnfuse::weights", lib=_library)
+def _fake_weights(operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> torch.Tensor:
+    _refuse_forward_mode()
+    parsed = AttentionSpec.from_json(spec)
+    return allocate_weights(parsed, sizes, operands[parsed.query.operand])
+
+
+@torch.library.register_fake("attnfuse::weights_backward", lib=_library)
+def _fake_weights_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int],
+                           seed: torch.Tensor | None, spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
+    return [t.new_empty(t.shape if need else 0) for t, need in zip(operands, needs, strict=True)]
+
+
 # ---- autograd
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
@@ -203,12 +252,32 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: torch.Tensor | No
     return [g if need else None for g, need in zip(grads, needs, strict=True)], None, None, None
 
 
+def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    operands, stats, sizes, seed, spec = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*operands, stats, *([] if seed is None else [seed]))
+    ctx.count, ctx.sizes, ctx.spec = len(operands), sizes, spec
+
+
+def _differentiate_weights(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
+    if grad is None:
+        return [None] * ctx.count, None, None, None, None
+    saved = ctx.saved_tensors
+    operands, (stats, *rest) = saved[:ctx.count], saved[ctx.count:]
+    read = weighing.reads(AttentionSpec.from_json(ctx.spec))
+    needs = [need and n in read for n, need in enumerate(ctx.needs_input_grad[0])]
+    grads = torch.ops.attnfuse.weights_backward(grad, operands, stats, ctx.sizes, rest[0] if rest else None, ctx.spec, needs)
+    return [g if need else None for g, need in zip(grads, needs, strict=True)], None, None, None, None
+
+
 def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(SECOND_DERIVATIVE)
 
 
 torch.library.register_autograd("attnfuse::attention", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("attnfuse::attention_backward", _no_second_derivative, lib=_library)
+torch.library.register_autograd("attnfuse::weights", _differentiate_weights, setup_context=_save_weights, lib=_library)
+torch.library.register_autograd("attnfuse::weights_backward", _no_second_derivative, lib=_library)
 
 
 # ---- vmap: one call a sample
@@ -232,15 +301,23 @@ def _vmap_tile_map(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, A
     return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
 
 
-def _vmap_backward(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    results = _over_samples(torch.ops.attnfuse.attention_backward, info, dims, args)
-    grads = [torch.stack(column) for column in zip(*results, strict=True)]
-    return grads, [0] * len(grads)
+def _vmap_weights(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    return torch.stack(_over_samples(torch.ops.attnfuse.weights, info, dims, args)), 0
+
+
+def _vmap_gradients(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        grads = [torch.stack(column) for column in zip(*_over_samples(op, info, dims, args), strict=True)]
+        return grads, [0] * len(grads)
+
+    return rule
 
 
 torch.library.register_vmap("attnfuse::attention", _vmap, lib=_library)
 torch.library.register_vmap("attnfuse::tile_map", _vmap_tile_map, lib=_library)
-torch.library.register_vmap("attnfuse::attention_backward", _vmap_backward, lib=_library)
+torch.library.register_vmap("attnfuse::attention_backward", _vmap_gradients(torch.ops.attnfuse.attention_backward), lib=_library)
+torch.library.register_vmap("attnfuse::weights", _vmap_weights, lib=_library)
+torch.library.register_vmap("attnfuse::weights_backward", _vmap_gradients(torch.ops.attnfuse.weights_backward), lib=_library)
 
 
 # ---- arithmetic
@@ -262,3 +339,13 @@ def _attention_flops(operands: Any, sizes: Sequence[int], seed: Any, spec: str, 
 def _backward_flops(grad_out: Any, operands: Any, out: Any, stats: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any,
                     **__: Any) -> int:
     return _flops(spec, sizes, 3, 2)
+
+
+@register_flop_formula(torch.ops.attnfuse.weights)
+def _weights_flops(operands: Any, stats: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any, **__: Any) -> int:
+    return _flops(spec, sizes, 1, 0)
+
+
+@register_flop_formula(torch.ops.attnfuse.weights_backward)
+def _weights_backward_flops(grad: Any, operands: Any, stats: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any, **__: Any) -> int:
+    return _flops(spec, sizes, 4, 0)                   # the scores twice: what a row's gradients lose is summed first

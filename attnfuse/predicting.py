@@ -69,7 +69,7 @@ class Predicting(Counter):
 
     def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = func._schema.name.rpartition("::")[2]
-        if func.namespace == "attnfuse" and name in ("attention", "attention_backward"):
+        if func.namespace == "attnfuse" and name in ("attention", "attention_backward", "weights"):
             try:
                 self.calls += _predicted(name, args, self.device)
                 return
@@ -80,11 +80,11 @@ class Predicting(Counter):
 
 def _predicted(name: str, args: tuple[Any, ...], device: Device) -> list[Call]:
     """One of our own operations as the kernels that would be generated for it."""
-    operands, sizes, spec = (args[0], args[1], args[3]) if name == "attention" else (args[1], args[4], args[6])
+    operands, sizes, spec = (args[n] for n in {"attention": (0, 1, 3), "weights": (0, 2, 4), "attention_backward": (1, 4, 6)}[name])
     parsed = AttentionSpec.from_json(spec)
     held = [distinct_bytes([t]) for t in operands]
-    if name == "attention":
-        return [forward(parsed, sizes, held, device)]
+    if name != "attention_backward":
+        return [(forward if name == "attention" else weights)(parsed, sizes, held, device)]
     kernels = predict.backward(parsed, _named(parsed, sizes), held, list(args[7]), device)
     return [_call(f"attnfuse::{name} ({k.name})", k) for k in kernels]
 
@@ -96,6 +96,11 @@ def forward(spec: AttentionSpec, sizes: Sequence[int], held: Sequence[int], devi
         ValueError: no kernel is generated for it (a head dimension above 256).
     """
     return _call("attnfuse::attention", predict.forward(spec, _named(spec, sizes), held, device))
+
+
+def weights(spec: AttentionSpec, sizes: Sequence[int], held: Sequence[int], device: Device) -> Call:
+    """As `forward`, for the kernel that writes the weights of a spec."""
+    return _call("attnfuse::weights", predict.weights(spec, _named(spec, sizes), held, device))
 
 
 def _named(spec: AttentionSpec, sizes: Sequence[int]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The plain meaning of a spec, evaluated densely in PyTorch: the oracle of every test. Writes the whole T×T matrix."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,20 +40,43 @@ def reference(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequ
         ValueError: wrong number of operands or sizes, or a missing seed.
     """
     check_call(spec, operands, sizes, seed)
-    work = dtype or spec.compute_dtype
+    weight = _weights(spec, operands, sizes, seed, dtype or spec.compute_dtype)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    value = _gather(spec, operands, named, spec.value, ("j", "e"), weight.dtype)
+    return (weight @ value).to(dtype or dtype_of(spec.out_dtype))
+
+
+def weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None = None, *,
+            dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What the weight program makes of the softmax, shape (batch…, i, j): the factors of the values in the result.
+
+    Args and Raises: as of `reference`.
+    """
+    check_call(spec, operands, sizes, seed)
+    return _weights(spec, operands, sizes, seed, dtype or spec.compute_dtype).to(dtype or dtype_of(spec.out_dtype))
+
+
+def _gather(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int], access: Access, own: tuple[str, str],
+            work: torch.dtype) -> torch.Tensor:
+    """All elements of query, key or value, (batch…, *own)."""
+    tensor, order = operands[access.operand], (*spec.batch, *own)
+    env = Env(positions(spec, sizes, tensor.device, order), sizes, _reader(operands), work, tensor.device)
+    index = tuple(evaluate(x, env) for x in access.index)
+    return tensor[index].to(work).expand([sizes[a] for a in order])
+
+
+def _reader(operands: Sequence[torch.Tensor]) -> Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]:
+    return lambda operand, index: operands[operand][index] if index else operands[operand]
+
+
+def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None,
+             work: torch.dtype) -> torch.Tensor:
     named = dict(zip(spec.size_names, sizes, strict=True))
     device = operands[spec.query.operand].device
-    read = lambda operand, index: operands[operand][index] if index else operands[operand]
+    read = _reader(operands)
     full = (*spec.batch, "i", "j")
     axes = positions(spec, named, device, full)
-
-    def gather(access: Access, row: str, column: str) -> torch.Tensor:
-        order = (*spec.batch, row, column)
-        env = Env(positions(spec, named, device, order), named, read, work, device)
-        index = tuple(evaluate(x, env) for x in access.index)
-        return operands[access.operand][index].to(work).expand([named[a] for a in order])
-
-    query, key, value = gather(spec.query, "i", "d"), gather(spec.key, "j", "d"), gather(spec.value, "j", "e")
+    query, key = (_gather(spec, operands, named, a, own, work) for a, own in ((spec.query, ("i", "d")), (spec.key, ("j", "d"))))
     keep = None
     if seed is not None:
         batch = batch_index(spec, axes, named, axes["i"])
@@ -69,10 +92,7 @@ def reference(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequ
         score = score.masked_fill(dead, 0.0)
     weight = torch.softmax(score, -1)[..., :named["j"]]
     weight = evaluate(spec.weight, Env(axes, named, read, work, device, weight=weight, keep=keep)).expand(shape)
-    if dead is not None:
-        weight = weight.masked_fill(dead, 0.0)
-    out = weight @ value
-    return out.to(dtype or dtype_of(spec.out_dtype))
+    return weight if dead is None else weight.masked_fill(dead, 0.0)
 
 
 def _dead_rows(spec: AttentionSpec, score: torch.Tensor) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ class Reason(Enum):
     NO_SCORE_PRODUCT = "the scores are not a product of queries and keys"
     SOFTMAX_AXIS = "the softmax does not run over the axis that the value product sums over"
     AXIS_ROLES = "the roles of the axes (query, key, depth) could not be proven"
-    WEIGHTS_USED = "the attention weights are used elsewhere"
+    WEIGHTS_USED = "the attention weights are used elsewhere, and no kernel can give them there"
     SCORES_USED = "the scores are used elsewhere"
     INPLACE = "an in-place operation may be seen from outside the chain"
     MUTATED_OPERAND = "an operand is changed in place between its use and the value product"

@@ -3,7 +3,7 @@
     attnfuse: 2 of 3 attention sites rewritten; 1 graph, 0.31 s in the passes
       sites  module    source       forward traffic     result
           2  h.0…1     gpt.py:31    54.5 GB → 1.09 GB   rewritten, equation 1
-          1  pool      gpt.py:58                        weights_used: the attention weights are used elsewhere [find, softmax_2]
+          1  pool      gpt.py:58                        scores_used: the scores are used elsewhere (by std) [lift]
       1  out[b0, b1, i, e] = Σ_j p · v[b0, b1, j, e];  p = softmax_j(0.125 * s);  s = Σ_d q[b0, b1, i, d] · k[b0, b1, j, d]
 
 Invariant: every softmax-like node and attention call of a graph has exactly one `Site`, rewritten or with its reason.
@@ -33,6 +33,15 @@ WIDTH = 116
 
 
 @dataclass(frozen=True)
+class GivenWeights:
+    """One call of the op that gives weights: its spec, its integers in the order of that, bytes of the distinct elements of its operands."""
+
+    spec: AttentionSpec
+    sizes: tuple[int, ...]
+    held: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Site:
     """One place where attention was looked for.
 
@@ -49,8 +58,10 @@ class Site:
         notes: remarks, a sentence each.
         written: the kernels of its forward pass as it is written and what they move; empty where it was not rewritten, or where a length
             is symbolic.
-        fused: the generated kernel's, as predicted, for the GPU that is there or else an H100.
+        fused: the generated kernel's (with those of its weights), as predicted, for the GPU that is there or else an H100.
         sizes, held: the integers of the call, in the order of the spec; the bytes of the distinct elements of its operands.
+        weights: the meaning of the weights that are read elsewhere too, and computed by a kernel of their own.
+        given: the calls that give them; empty where a length is symbolic.
     """
 
     rewritten: bool
@@ -67,6 +78,8 @@ class Site:
     fused: Call | None = None
     sizes: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
+    weights: tuple[AttentionSpec, ...] = ()
+    given: tuple[GivenWeights, ...] = ()
 
     @property
     def traffic(self) -> tuple[int, int] | None:
@@ -90,7 +103,8 @@ class Site:
             "stage": self.reason.stage, "detail": self.reason.detail}
         return {"rewritten": self.rewritten, "reason": reason, "equation": self.equation, "module": self.module, "source": self.source,
                 "node": self.node, "graph": self.graph, "spec": None if self.spec is None else json.loads(self.spec.to_json()),
-                "layer_hash": self.layer_hash, "notes": list(self.notes), "reads": [list(r) for r in self.reads],
+                "weights": [json.loads(w.to_json()) for w in self.weights], "layer_hash": self.layer_hash, "notes": list(self.notes),
+                "reads": [list(r) for r in self.reads],
                 "traffic": None if self.traffic is None else dict(zip(("written", "fused"), self.traffic))}
 
 
@@ -292,7 +306,7 @@ def _lines(report: Report) -> list[str]:
         sources = list(dict.fromkeys(os.path.basename(s.source) for s in sites if s.source))
         source = sources[0] + (f" (+{len(sources) - 1})" if len(sources) > 1 else "") if sources else ""
         known = [equations.index(s.equation) + 1 for s in sites[:1] if s.equation]
-        result = "rewritten" if rewritten else text
+        result = "rewritten, weights too" if rewritten and sites[0].weights else "rewritten" if rewritten else text
         rows.append((str(len(sites)), fold(s.module for s in sites), source, *((_saving(sites),) if known_traffic else ()),
                      result + (f", equation {known[0]}" if known else "")))
     widths = [max((len(r[c]) for r in rows), default=0) for c in range(len(rows[0]) - 1 if rows else 0)]

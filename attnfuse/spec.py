@@ -3,6 +3,9 @@
     out[b…, i, e] = Σ_j  weight(p[b…, i, j]) · value[b…, j, e]        p = softmax over j of score(s[b…, i, j])
     s[b…, i, j]   = Σ_d  query[b…, i, d] · key[b…, j, d]
 
+Where the weights are wanted too they have a spec of their own, for the op `attnfuse::weights`: the same attention, with the weight
+program, dtype and memory order of the tensor (batch…, i, j) that is wanted.
+
 Every operand is a strided tensor read through an index map, so neither a transposed view nor a repeated key head is
 ever copied. Axis lengths are not part of the meaning: they come with the call (`AttentionSpec.size_names` gives the order).
 """
@@ -59,7 +62,7 @@ class AttentionSpec:
         qk_dtype, pv_dtype: the dtype in which the two products are taken; an operand that is narrower is widened at the load,
             and with ``pv_dtype="float32"`` the weights must not be rounded to a half type.
         out_dtype: dtype of the result.
-        out_order: the order in memory, slowest first, of the result's dimensions (batch…, i, e).
+        out_order: the order in memory, slowest first, of the result's dimensions (batch…, i, e); of weights, of (batch…, i, j).
         tiles: the operands that hold a map of the mask's tiles (`tilemap`), by rows and by columns; None where there is none. They say
             how fast an attention is and nothing of what it means.
     """
@@ -131,6 +134,11 @@ class AttentionSpec:
         return (*self.batch, "i", "e")
 
     @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """Dimensions of a score or weight: batch…, i, j."""
+        return (*self.batch, "i", "j")
+
+    @property
     def programs(self) -> tuple[Expr, ...]:
         """All expressions, in a fixed order."""
         return (self.score, self.weight, *self.extra_terms, *self.query.index, *self.key.index, *self.value.index)
@@ -159,11 +167,19 @@ class AttentionSpec:
         names = {n: o.name for n, o in enumerate(self.operands)}
         read = lambda a: f"{names[a.operand]}[{', '.join(program.show(x, names) for x in a.index)}]"
         score = program.show(self.score, names)
-        weight = program.show(program.substitute(self.weight, {WEIGHT: Expr("axis", attr="p", kind="float")}), names)
+        weight = self._shown_weight()
         extra = "".join(f" ∪ {{{program.show(t, names)}}}" for t in self.extra_terms)
         repair = {"nan": "", "zero": ", empty rows 0", "repaired": ", NaN rows 0"}[self.empty_rows]
         return (f"out[{', '.join(self.out_axes)}] = Σ_j {weight} · {read(self.value)};  p = softmax_j({score}{extra}{repair});  "
                 f"s = Σ_d {read(self.query)} · {read(self.key)}")
+
+    def weights_equation(self) -> str:
+        """What `attnfuse::weights` gives for this spec: ``w[b0, b1, i, j] = p``, where p is the softmax of `equation`."""
+        return f"w[{', '.join(self.weight_axes)}] = {self._shown_weight()}"
+
+    def _shown_weight(self) -> str:
+        names = {n: o.name for n, o in enumerate(self.operands)}
+        return program.show(program.substitute(self.weight, {WEIGHT: Expr("axis", attr="p", kind="float")}), names)
 
     def __str__(self) -> str:
         return self.equation()

@@ -120,8 +120,17 @@ def _split(spec: AttentionSpec, name: str, group: int) -> AttentionSpec:
 
 def allocate_out(spec: AttentionSpec, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """An uninitialised result (batch…, i, e) whose dimensions lie in memory in the order `spec.out_order`."""
+    return _allocate(spec, spec.out_axes, sizes, like)
+
+
+def allocate_weights(spec: AttentionSpec, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """As `allocate_out`, for the weights (batch…, i, j)."""
+    return _allocate(spec, spec.weight_axes, sizes, like)
+
+
+def _allocate(spec: AttentionSpec, axes: Sequence[str], sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     named = dict(zip(spec.size_names, sizes, strict=True))
-    shape = [named[a] for a in spec.out_axes]
+    shape = [named[a] for a in axes]
     dense = like.new_empty([shape[n] for n in spec.out_order], dtype=dtype_of(spec.out_dtype))
     return dense.permute([spec.out_order.index(n) for n in range(len(shape))])
 

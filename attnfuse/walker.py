@@ -8,7 +8,7 @@ Row statistics are (maximum, log of the sum), so that a weight is exp(score - ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ from .tiling import Call, allocate_out, key_tiles, omitted, pieces, prepare, row
 NEG_INF = float("-inf")
 
 
-def _score(call: Call, program: Expr, box: Box, query: torch.Tensor, key: torch.Tensor, memo: dict[Expr, torch.Tensor]) -> torch.Tensor:
+def score_of(call: Call, program: Expr, box: Box, query: torch.Tensor, key: torch.Tensor, memo: dict[Expr, torch.Tensor]) -> torch.Tensor:
+    """A score program on a tile, of the rectangles of queries and keys; broadcasts to it. The memo keeps what it met."""
     if "dot" in depends(program):
         memo[DOT] = product(query, key.transpose(-1, -2))
     return run(call, program, box, memo)
@@ -76,7 +77,7 @@ class _Rows:
         call, spec = self.call, self.call.spec
         memo: dict[Expr, torch.Tensor] = {}
         key = call.rectangle(spec.key, tile, ("j", "d"))
-        score = _score(call, program, tile, query, key, memo)
+        score = score_of(call, program, tile, query, key, memo)
         shape = lengths(tile, call.score_axes)
         write = _writable(program, score, shape)
         weight = self._absorb(score.expand(shape), write)
@@ -141,16 +142,15 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
             for tile, program in omitted(call, box, step):
                 rows.step(tile, program, query)
         rows.poison(step)
-        place = tuple(slice(*box[a]) for a in call.score_axes[:-1])
-        split_out[place] = rows.result().to(out.dtype)
-        split_stats[place] = torch.cat([rows.maximum, rows.total.log()], -1)
+        split_out[place(call, box)] = rows.result().to(out.dtype)
+        split_stats[place(call, box)] = torch.cat([rows.maximum, rows.total.log()], -1)
     return out, stats
 
 
 # ---- backward
 
 @dataclass
-class _Normalised:
+class Normalised:
     """What the scores of rows are normalised by, and what their gradients lose; each (batch…, i, 1)."""
 
     maximum: torch.Tensor
@@ -163,14 +163,40 @@ class _Normalised:
         weights = _exp((score - self.maximum).sub_(self.log_total))
         return weights if self.dead is None else weights.masked_fill_(self.dead, 0.0)
 
+    def unseen(self, call: Call) -> bool:
+        """Whether some row saw no live key, or is NaN: then the keys beyond the bounds count for it too."""
+        return bool((self.maximum <= call.ranges.masked_below).any()) or bool((self.maximum + self.log_total).isnan().any())
+
 
 @dataclass
-class _RowGradients(_Normalised):
+class RowGradients(Normalised):
     """What backward knows of one tile of queries; each (batch…, i, …)."""
 
     query: torch.Tensor
-    grad_out: torch.Tensor
     grad_query: torch.Tensor
+
+    def arrived(self, call: Call, tile: Box) -> torch.Tensor:
+        """The gradient of the weights of a tile, behind the weight program."""
+        raise NotImplementedError
+
+    def add_value(self, call: Call, tile: Box, weight: torch.Tensor, grads: dict[int, torch.Tensor]) -> None:
+        """Add what the values of a tile get to theirs, if they do."""
+
+
+@dataclass
+class _ResultGradients(RowGradients):
+    """The same where it is the result whose gradient is given."""
+
+    grad_out: torch.Tensor
+
+    def arrived(self, call: Call, tile: Box) -> torch.Tensor:  # noqa: D102
+        return product(self.grad_out, call.rectangle(call.spec.value, tile, ("j", "e")).transpose(-1, -2))
+
+    def add_value(self, call: Call, tile: Box, weight: torch.Tensor, grads: dict[int, torch.Tensor]) -> None:  # noqa: D102
+        access = call.spec.value
+        if access.operand in grads:
+            value = call.rectangle(access, tile, ("j", "e"))
+            call.elements.add(grads[access.operand], access.index, tile, (*call.spec.batch, "j", "e"), contract(weight, self.grad_out, value.shape[:-2]))
 
 
 def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
@@ -187,13 +213,39 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
         ValueError: as `forward`; or a program with an operation that has no derivative.
     """
     call = prepare(spec, operands, sizes, seed)
-    grads = {n: torch.zeros(t.shape, dtype=call.dtype, device=call.device) for n, t in enumerate(operands) if needs[n]}
     split = [split_dims(call, t) for t in (grad_out, out, stats)]
-    exact = _needs_exact_delta(spec, needs)
+
+    def rows(box: Box) -> RowGradients:
+        given, result, statistics = (t[place(call, box)].to(call.dtype) for t in split)
+        query = call.rectangle(call.spec.query, box, ("i", "d"))
+        return _ResultGradients(*normaliser(call.spec, statistics), (given * result).sum(-1, keepdim=True), query, zeros(query), given)
+
+    return accumulate(call, operands, needs, rows, exact=_needs_exact_delta(spec, needs))
+
+
+def place(call: Call, box: Box) -> tuple[slice, ...]:
+    """Where the rows of a box lie in a tensor (batch…, i, …)."""
+    return tuple(slice(*box[a]) for a in call.score_axes[:-1])
+
+
+def zeros(like: torch.Tensor) -> torch.Tensor:
+    """To add up in: dense, whatever the strides of `like`."""
+    return torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+
+def accumulate(call: Call, operands: Sequence[torch.Tensor], needs: Sequence[bool], rows_of: Callable[[Box], RowGradients], *,
+               exact: bool) -> list[torch.Tensor | None]:
+    """The gradients of the operands that `needs` names, each contiguous, of the operand's shape and dtype; None elsewhere.
+
+    Args:
+        call, operands, needs: as of `backward`.
+        rows_of: what is known of the rows of a box.
+        exact: whether delta is summed from the tiles, whatever `rows_of` says.
+    """
+    grads = {n: torch.zeros(t.shape, dtype=call.dtype, device=call.device) for n, t in enumerate(operands) if needs[n]}
     for box, step in row_tiles(call, share=2) if grads and call.sizes["j"] else ():
-        place = tuple(slice(*box[a]) for a in call.score_axes[:-1])
-        rows = _row_gradients(call, box, *(t[place].to(call.dtype) for t in split))
-        unseen = bool((rows.maximum <= call.ranges.masked_below).any()) or bool(rows.maximum.isnan().any())
+        rows = rows_of(box)
+        unseen = rows.unseen(call)
         if exact:
             rows.delta = _delta(call, key_tiles(call, box, step, everything=unseen), rows)
         for tile, program in key_tiles(call, box, step, everything=unseen):
@@ -206,21 +258,13 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     return [grads[n].to(t.dtype) if n in grads else None for n, t in enumerate(operands)]
 
 
-def _normaliser(spec: AttentionSpec, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(maximum, log of the sum, which rows have weights of 0 because the spec says so)."""
+def normaliser(spec: AttentionSpec, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(maximum, log of the sum, which rows have weights of 0 because the spec says so); NaN where all weights of a row are."""
     maximum, log_total = stats[..., :1], stats[..., 1:]
-    dead = None
+    empty, dead = maximum == NEG_INF, None
     if spec.empty_rows != "nan":
-        dead = maximum == NEG_INF
-        maximum = maximum.masked_fill(dead, 0.0)       # not of those that saw no key: they have nothing to visit
-    return maximum, log_total, dead
-
-
-def _row_gradients(call: Call, box: Box, grad_out: torch.Tensor, out: torch.Tensor, stats: torch.Tensor) -> _RowGradients:
-    query = call.rectangle(call.spec.query, box, ("i", "d"))
-    delta = (grad_out * out).sum(-1, keepdim=True)
-    return _RowGradients(*_normaliser(call.spec, stats), delta, query, grad_out,
-                         torch.zeros_like(query, memory_format=torch.contiguous_format))
+        dead = empty                                   # 0 for those: they have no keys to visit
+    return maximum.masked_fill(empty, math.nan if dead is None else 0.0), log_total, dead
 
 
 def _needs_exact_delta(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
@@ -232,7 +276,7 @@ def _needs_exact_delta(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
     return any(needs[int(x.attr)] and "j" not in depends(x) for e in (spec.score, *spec.extra_terms) for x in loads(e))  # type: ignore[arg-type]
 
 
-def _delta(call: Call, tiles: Iterable[tuple[Box, Expr]], rows: _RowGradients) -> torch.Tensor:
+def _delta(call: Call, tiles: Iterable[tuple[Box, Expr]], rows: RowGradients) -> torch.Tensor:
     """Σ_j weight · its gradient over Σ_j weight for each row, from the tiles themselves. The weights add up to one but for
     rounding, which is divided out; sinks, and rows without weights, keep the plain sum."""
     total, mass = torch.zeros_like(rows.delta), torch.zeros_like(rows.delta)
@@ -243,14 +287,14 @@ def _delta(call: Call, tiles: Iterable[tuple[Box, Expr]], rows: _RowGradients) -
     return total if call.spec.extra_terms else torch.where(mass > 0.5, total / mass, total)
 
 
-def _recomputed(call: Call, tile: Box, program: Expr, rows: _RowGradients, memo: dict[Expr, torch.Tensor],
+def _recomputed(call: Call, tile: Box, program: Expr, rows: RowGradients, memo: dict[Expr, torch.Tensor],
                 after: dict[Expr, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(softmax weights, weights after the weight program, gradient of the softmax weights) of a tile; the memos keep what
     the two programs computed on the way."""
     spec, shape = call.spec, lengths(tile, call.score_axes)
-    key, value = call.rectangle(spec.key, tile, ("j", "d")), call.rectangle(spec.value, tile, ("j", "e"))
-    probability = rows.weights(_score(call, program, tile, rows.query, key, memo).expand(shape))
-    weight, arrived = probability, product(rows.grad_out, value.transpose(-1, -2)).expand(shape)
+    key = call.rectangle(spec.key, tile, ("j", "d"))
+    probability = rows.weights(score_of(call, program, tile, rows.query, key, memo).expand(shape))
+    weight, arrived = probability, rows.arrived(call, tile).expand(shape)
     if spec.weight != WEIGHT:
         after.update({WEIGHT: probability, UPSTREAM: arrived})
         weight = run(call, spec.weight, tile, after).expand(shape)
@@ -258,24 +302,22 @@ def _recomputed(call: Call, tile: Box, program: Expr, rows: _RowGradients, memo:
     return probability, weight, arrived
 
 
-def _backward_tile(call: Call, tile: Box, program: Expr, rows: _RowGradients, grads: dict[int, torch.Tensor]) -> None:
+def _backward_tile(call: Call, tile: Box, program: Expr, rows: RowGradients, grads: dict[int, torch.Tensor]) -> None:
     """Add what one tile of scores sends to every operand."""
     spec = call.spec
-    key, value = call.rectangle(spec.key, tile, ("j", "d")), call.rectangle(spec.value, tile, ("j", "e"))
+    key = call.rectangle(spec.key, tile, ("j", "d"))
     memo: dict[Expr, torch.Tensor] = {}
     after: dict[Expr, torch.Tensor] = {}
     probability, weight, arrived = _recomputed(call, tile, program, rows, memo, after)
     if after:
         _add_loads(call, spec.weight, tile, after, grads)
-    if spec.value.operand in grads:
-        part = contract(weight, rows.grad_out, value.shape[:-2])
-        call.elements.add(grads[spec.value.operand], spec.value.index, tile, (*spec.batch, "j", "e"), part)
+    rows.add_value(call, tile, weight, grads)
     memo[UPSTREAM] = (arrived - rows.delta).mul_(probability)
     _add_loads(call, program, tile, memo, grads)
     _add_dot(call, program, tile, memo, rows, key, grads)
 
 
-def _add_dot(call: Call, program: Expr, tile: Box, memo: dict[Expr, torch.Tensor], rows: _RowGradients, key: torch.Tensor,
+def _add_dot(call: Call, program: Expr, tile: Box, memo: dict[Expr, torch.Tensor], rows: RowGradients, key: torch.Tensor,
              grads: dict[int, torch.Tensor]) -> None:
     """Gradients of query and key from that of the raw scores."""
     spec = call.spec
@@ -302,7 +344,7 @@ def _add_loads(call: Call, program: Expr, box: Box, memo: dict[Expr, torch.Tenso
             call.elements.add(grads[int(node.attr)], node.args, box, order, grad)  # type: ignore[arg-type]
 
 
-def _backward_extra(call: Call, term: Expr, box: Box, rows: _Normalised, grads: dict[int, torch.Tensor]) -> None:
+def _backward_extra(call: Call, term: Expr, box: Box, rows: Normalised, grads: dict[int, torch.Tensor]) -> None:
     """An extra column has a weight and no value: its gradient is -weight · delta."""
     memo: dict[Expr, torch.Tensor] = {}
     shape = lengths(box, call.score_axes[:-1])
@@ -321,7 +363,7 @@ def backward_extra_terms(spec: AttentionSpec, operands: Sequence[torch.Tensor], 
     """
     call = prepare(spec, operands, sizes, seed)
     statistics, lost = split_dims(call, stats), split_dims(call, delta.unsqueeze(-1))
-    rows = _Normalised(*_normaliser(call.spec, statistics), lost)
+    rows = Normalised(*normaliser(call.spec, statistics), lost)
     box = {a: (0, call.sizes[a]) for a in (*call.spec.batch, "i")}
     for term in call.spec.extra_terms:
         _backward_extra(call, term, box, rows, grads)

@@ -22,6 +22,7 @@ from ..program import WEIGHT, substitute
 from ..spec import Access, AttentionSpec
 from .chain import ARRIVED, chain, inside_of, sweeps, types
 from .emission import RESERVED, Kernel, words
+from .exponent import LOG2E
 from .forward import Forward
 from .jobs import Captured, Job
 from .plan import KernelPlan
@@ -34,7 +35,11 @@ RESERVED_BACKWARD = RESERVED + (
     "n_unseen n_behind n_cut entry do dp ds dk dv dq shift log_sum delta unseen first_row scratch_row largest total mass o owner first last last_n n_before n_rows rows rest "
     "some_unseen q_base k_base v_base do_base grad_out_ptr grad_out_desc grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr shift_desc largest_ptr "
     "largest_desc log_sum_ptr log_sum_desc delta_ptr delta_desc unseen_ptr grad_out_stride_m grad_out_stride_e grad_q_stride_m grad_q_stride_d "
-    "grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e").split()
+    "grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e weights_ptr weights_stride_m weights_stride_n").split()
+
+
+SHIFTS = {"shift": f"(largest + total) * {LOG2E}", "largest": "largest", "log_sum": f"total * {LOG2E}"}
+"""What scores are shifted by before exp2, from the statistics of their rows."""
 
 
 class Recomputed(Forward):
@@ -69,6 +74,29 @@ class Recomputed(Forward):
         descriptors, and (`dense`) in what has a row for each query."""
         lines = ["first_row = batch.to(tl.int64) * n_queries"] if dense else []
         return [*lines, "scratch_row = batch.to(tl.int64) * (tl.cdiv(n_queries, 4) * 4)"]
+
+    def _statistics(self) -> list[str]:
+        """Lines that load the statistics of the rows; where all weights of a row are 0, those that give it."""
+        lines = ["largest = tl.load(stats_ptr + (first_row + offs_m) * 2, mask=m_mask, other=0.0)",
+                 "total = tl.load(stats_ptr + (first_row + offs_m) * 2 + 1, mask=m_mask, other=0.0)"]
+        if self.spec.empty_rows != "nan":
+            lines += ['empty = largest == float("-inf")        # every weight of such a row is 0',
+                      "largest = tl.where(empty, 0.0, largest)", 'total = tl.where(empty, float("inf"), total)']
+        return lines
+
+    def _widen(self, w: Writer) -> None:
+        """A tile for which all keys count takes them through the whole program."""
+        if self.spec.tiles is not None:
+            w.line("n_full = tl.where(some_unseen, 0, n_full)")
+            w.line("n_alive = tl.where(some_unseen, n_listed, n_alive)")
+            return
+        if self.lowers:
+            w.line("start = tl.where(some_unseen, 0, start)")
+            w.line("full_start = tl.where(some_unseen, 0, full_start)")
+        w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
+        if self.bounded:
+            w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
+            self.stop = "stop"
 
     def _linear(self) -> str:
         """The row-major number of the batch position."""
@@ -193,7 +221,7 @@ class Recomputed(Forward):
 
 @functools.lru_cache(maxsize=512)
 def emit(spec: AttentionSpec, plan: KernelPlan, job: Job) -> Kernel:
-    """One kernel of the backward pass.
+    """One kernel of the backward pass, or that of weights that are wanted.
 
     Raises:
         Unsupported: an index map that no kernel can follow, or keys and values shared by different heads.
@@ -203,5 +231,7 @@ def emit(spec: AttentionSpec, plan: KernelPlan, job: Job) -> Kernel:
     from .backward_rows import Rows
     from .backward_tiles import Tiles
 
-    writers: dict[str, type[Recomputed]] = {"rows": Rows, "queries": Queries, "keys": Keys, "tiles": Tiles}
+    from .weights import Weights
+
+    writers: dict[str, type[Recomputed]] = {"rows": Rows, "queries": Queries, "keys": Keys, "tiles": Tiles, "weights": Weights}
     return writers[job.kind](spec, plan, job).kernel()

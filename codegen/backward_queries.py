@@ -42,19 +42,6 @@ class Queries(Recomputed):
         for name in (*(f"{self.sums[c]}_slope" for c in self._corrected), *(("total", "mass") if self._corrected else ())):
             w.line(f"{name} = tl.zeros([BLOCK_M], tl.float32)")
 
-    def _widen(self, w: Writer) -> None:
-        if self.spec.tiles is not None:
-            w.line("n_full = tl.where(some_unseen, 0, n_full)")
-            w.line("n_alive = tl.where(some_unseen, n_listed, n_alive)")
-            return
-        if self.lowers:
-            w.line("start = tl.where(some_unseen, 0, start)")
-            w.line("full_start = tl.where(some_unseen, 0, full_start)")
-        w.line("full_stop = tl.where(some_unseen, 0, full_stop)")
-        if self.bounded:
-            w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
-            self.stop = "stop"
-
     def _sweep(self, w: Writer) -> None:
         """Nothing: `_state` has widened the range already."""
 

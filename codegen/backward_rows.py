@@ -1,9 +1,8 @@
 """The emitter of the kernel that prepares the rows: delta, what scores are normalised by, and which rows saw no allowed key."""
 from __future__ import annotations
 
-from .backward import Recomputed
+from .backward import SHIFTS, Recomputed
 from .chain import row_buffers
-from .exponent import LOG2E
 from .text import literal
 from .writer import Writer
 
@@ -47,13 +46,8 @@ class Rows(Recomputed):
     def _loops(self, w: Writer) -> None:
         w.gap("what the scores of a row are shifted by before exp2")
         w.extend(self._first_row(dense=True))
-        w.line("largest = tl.load(stats_ptr + (first_row + offs_m) * 2, mask=m_mask, other=0.0)")
-        w.line("total = tl.load(stats_ptr + (first_row + offs_m) * 2 + 1, mask=m_mask, other=0.0)")
-        if self.spec.empty_rows != "nan":
-            w.line('empty = largest == float("-inf")        # every weight of such a row is 0')
-            w.line("largest = tl.where(empty, 0.0, largest)")
-            w.line('total = tl.where(empty, float("inf"), total)')
-        values = {"shift": f"(largest + total) * {LOG2E}", "largest": "largest", "log_sum": f"total * {LOG2E}", "delta": "delta"}
+        w.extend(self._statistics())
+        values = SHIFTS | {"delta": "delta"}
         for name in row_buffers(self.chain):
             value = values[name]
             self.arguments.pointer(f"{name}_ptr", name)

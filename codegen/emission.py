@@ -151,14 +151,14 @@ class Emission:
             self.arguments.integer(Stride(f"{name}_stride_{label}", tensor or access.operand, tuple(terms[axis])))
         return Body(programs or self.programs, masked=False).base_terms(access.operand, tuple(outer), name, tensor)
 
-    def _row_strides(self, name: str, tensor: str) -> list[str]:
-        """Arguments for the steps of a tensor (batch…, i, e); the summands of its base."""
+    def _row_strides(self, name: str, tensor: str, labels: tuple[str, str] = ("m", "e")) -> list[str]:
+        """Arguments for the steps of a tensor (batch…, i, e), or with the labels m and n (batch…, i, j); the summands of its base."""
         terms: list[str] = []
         for dim, axis in enumerate(self.spec.batch):
             stride = self.names.of((tensor, dim), f"{name}_stride_{dim}")
             self.arguments.integer(Stride(stride, tensor, ((dim, const(1)),)))
             terms.append(f"{self.programs.axis(axis)}.to(tl.int64) * {stride}")
-        for dim, label in enumerate(("m", "e"), len(self.spec.batch)):
+        for dim, label in enumerate(labels, len(self.spec.batch)):
             self.arguments.integer(Stride(f"{name}_stride_{label}", tensor, ((dim, const(1)),)))
         return terms
 

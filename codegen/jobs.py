@@ -22,7 +22,7 @@ from ..adjoint import ZERO, adjoint
 from ..program import Expr, depends, loads
 from ..spec import AttentionSpec
 
-Kind = Literal["rows", "queries", "keys", "tiles"]
+Kind = Literal["rows", "queries", "keys", "tiles", "weights"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Job:
     """What one kernel does.
 
     Attributes:
-        kind: what its programs own: rows that are prepared, tiles of queries, tiles of keys, tiles of scores.
+        kind: what its programs own: rows that are prepared, tiles of queries, tiles of keys, tiles of scores; or, with no gradient at
+            all, tiles of queries whose weights are wanted.
         query, key, value: whose gradients it writes.
         captured: and the reads whose gradients it sums.
         walked: the batch axes that each program of a kernel of tiles walks.
@@ -80,6 +81,7 @@ class Job:
 
 
 ROWS = Job("rows")
+WEIGHTS = Job("weights")
 
 
 def captured(spec: AttentionSpec, needs: Sequence[bool]) -> tuple[Captured, ...]:

@@ -26,7 +26,7 @@ from .plan import KernelPlan, candidates
 from .reads import described, descriptor, descriptor_like
 from .tiles import Device, present
 
-__all__ = ["Unsupported", "forward", "backward", "source", "bind", "plans", "check_supported"]
+__all__ = ["Unsupported", "forward", "backward", "weights", "source", "bind", "plans", "check_supported"]
 
 Run = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
@@ -65,6 +65,14 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     from . import launch_backward  # which is built on this module
 
     return launch_backward.backward(spec, grad_out, operands, out, stats, sizes, seed, needs)
+
+
+def weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int],
+            seed: torch.Tensor | None = None) -> torch.Tensor:
+    """The attention weights themselves, from the row statistics of `forward`: `launch_weights.weights`."""
+    from . import launch_weights  # which is built on this module
+
+    return launch_weights.weights(spec, operands, stats, sizes, seed)
 
 
 def tile_map(mask: Mask, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,6 +215,8 @@ def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: tuple
     check_supported(spec, operands, sizes)
     named = dict(zip(spec.size_names, sizes, strict=True))
     if math.prod(named[a] for a in spec.out_axes) == 0 or named["j"] == 0:
+        if named["e"] == 0 and math.prod(named[a] for a in spec.weight_axes):
+            raise Unsupported("values without columns, of which only the weights could be wanted")
         return _nothing(spec, named, device)
     if device.type != "cuda" and not interpreting():
         raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")

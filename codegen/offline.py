@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from ..spec import AttentionSpec, dtype_of
-from . import launch, launch_backward
+from ..tiling import allocate_weights
+from . import launch, launch_backward, launch_weights
 from .arguments import Size, number
 from .backward import emit as emit_backward
 from .emission import Kernel
 from .forward import emit
-from .jobs import Job
+from .jobs import WEIGHTS, Job
 from .plan import KernelPlan
 from .tiles import known
 
@@ -78,6 +79,18 @@ def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequen
     dtypes |= dict.fromkeys(("stats", "shift", "largest", "log_sum", "delta", *(c.label for c in job.captured)), torch.float32)
     dtypes |= {"out": out.dtype, "grad_out": out.dtype, "seed": torch.int64, "unseen": torch.int32}
     return _compile(function, kernel, plan, integers, dtypes, target)
+
+
+def compile_weights(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target,
+                    plan: KernelPlan | None = None) -> Compiled:
+    """Compile the kernel of weights, all as of `compile_only`; `spec` is that of the op `attnfuse::weights`."""
+    plan = plan or launch_weights.plans(spec, operands, sizes, known(*target))[0]
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    function, kernel = launch_backward.function(spec, plan, WEIGHTS, launch.recorded(operands, sizes)), emit_backward(spec, plan, WEIGHTS)
+    out = allocate_weights(spec, sizes, torch.empty(0, device="meta"))
+    integers = launch_backward.numbers(kernel, named, operands, {"weights": out})
+    special = {"weights": out.dtype, "stats": torch.float32, "seed": torch.int64}
+    return _compile(function, kernel, plan, integers, dict(enumerate(t.dtype for t in operands)) | special, target)
 
 
 def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence[int], dtypes: Mapping[Any, torch.dtype],

@@ -96,6 +96,17 @@ def forward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], dev
     return _predict("forward", plan, spec, request, device, sum(held) - swept, written, swept, tiles, share, 1.0)
 
 
+def weights(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], device: Device, plan: KernelPlan | None = None) -> Prediction:
+    """The kernel that writes weights which are wanted beside the result; all as of `forward`, `spec` being that of the weights."""
+    request = assumed(spec, sizes, device)
+    plan = plan or forward_plan.candidates(spec, request, device)[0]
+    swept = _once(spec, held, ("key",))
+    own, written = sum(held) - swept + _statistics(spec, sizes), math.prod(sizes[a] for a in spec.weight_axes) * dtype_of(spec.out_dtype).itemsize
+    share = visited(spec, sizes, plan.block_m)
+    # One of forward's two products; the spec's values are its keys, of the same depth.
+    return _predict("weights", plan, spec, request, device, own, written, swept, math.ceil(sizes["i"] / plan.block_m), share, 0.5)
+
+
 def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], needs: Sequence[bool], device: Device) -> tuple[Prediction, ...]:
     """The kernels of the backward pass of a call: that of the rows, of the keys and of the queries; captured reads ride along.
 

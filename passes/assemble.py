@@ -6,40 +6,55 @@ values depend; ``d`` is what the score product sums over; the others are batch a
 """
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.fx import Node
 
 from ..algebra import Algebra
-from ..program import Expr, apply, axis, const, depends, linear_in_weight, load, loads, rewrite, size, substitute, walk
+from ..program import Expr, apply, axis, const, depends, linear_in_weight, loads, substitute, walk
 from ..refusal import Reason, Refused
 from ..settings import Settings
-from ..spec import Access, AttentionSpec, EmptyRows, Operand
+from ..spec import Access, AttentionSpec, EmptyRows
 from . import nodes
 from .lift import Level, Lift, NoRule
 from .manual import bound
+from .operands import Call, Frame, Operands, first_name
 from .pointwise import as_kind
 from .region import Region, memory_order, merge_order
 from .trace import Value, aten
 from .unfold import Parts, arguments_of, main_dot, pull, query_axis, sides, uses
+from .wanted import Wanted
+from .weights import layout, reading
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True)
-class Lifted:
-    """A spec and how to call it: which of the slice's nodes are the operands (numbered inputs first, then body), to which
-    dtype they are cast, the symbolic floats that follow them as tensors of no dimensions, the integers of the call over the graph's length symbols, the order of the result's dimensions
-    that gives back the product's, and the nodes that carry the raw scores."""
+class Weights:
+    """The call of `attnfuse::weights` that gives a tensor of weights: the slice's node that holds it, the order of the result's
+    dimensions, and the shape to which it is then reshaped, if it is."""
 
-    spec: AttentionSpec
-    operands: tuple[int, ...]
-    casts: tuple[torch.dtype | None, ...]
-    numbers: tuple[Expr, ...]
-    sizes: tuple[Expr, ...]
+    call: Call
+    node: int
+    permutation: tuple[int, ...]
+    shape: tuple[Expr, ...] | None
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """The call of the op that stands for a slice, the order of the result's dimensions that gives back the product's, the nodes that
+    carry the raw scores, and the weights that are read elsewhere too."""
+
+    call: Call
     permutation: tuple[int, ...]
     scores: tuple[int, ...]
+    weights: tuple[Weights, ...] = ()
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The meaning."""
+        return self.call.spec
 
 
 def assemble(region: Region, values: list[Value | None], least: dict[str, int], settings: Settings) -> Lifted:
@@ -138,60 +153,54 @@ class _Spec:
         rank = len(self.out.shape)
         batch = [f"x{n}" for n in range(rank) if f"x{n}" not in (self.i, self.parts.e)]
         final = {x: f"b{n}" for n, x in enumerate(batch)} | {self.i: "i", self.parts.e: "e"}
-        rename = {axis(x): axis(y) for x, y in final.items()}
         lengths = self.parts.lift.algebra.lengths
-        axes = {**{final[f"x{n}"]: s for n, s in enumerate(self.out.shape)}, "j": lengths["j"], "d": lengths["d"]}
+        known = {**{final[f"x{n}"]: s for n, s in enumerate(self.out.shape)}, "j": lengths["j"], "d": lengths["d"]}
         order = [*(f"b{n}" for n in range(len(batch))), "i", "j", "d", "e"]
-        tensors: list[Value] = []
-        casts: list[torch.dtype | None] = []
-        number: dict[tuple[int, torch.dtype | None], int] = {}           # a tensor read in two precisions is two operands
-
-        def enter(value: Value, cast: torch.dtype | None) -> None:
-            if (value.number, cast) not in number:
-                number[value.number, cast] = len(tensors)
-                tensors.append(value)
-                casts.append(cast)
-
-        for level in (q, k, v):
-            enter(level.value, level.narrowed)
-        programs = [score, weight, *self.parts.extra]
-        for x in (x for e in programs for x in loads(e)):
-            enter(self.parts.lift.values[int(x.attr)], None)  # type: ignore[arg-type]
-        self._check_tensors(tensors, (q, k, v))
-        symbols = {s: name for name in reversed(order) for s in [axes[name]] if s.op == "size"}
-        scalars: dict[Expr, str] = {}
-        numbers: dict[Expr, int] = {}                  # a float that Dynamo keeps symbolic is handed over as a tensor of no dimensions
-
-        def final_name(x: Expr) -> Expr | None:
-            if x.op == "load":
-                return load(number[int(x.attr), None], x.args, x.kind)  # type: ignore[arg-type]
-            if x.op == "size":
-                if x.kind == "float":
-                    numbers.setdefault(x, len(tensors) + len(numbers))
-                    return load(numbers[x], (), "float")
-                return size(symbols[x]) if x in symbols else size(scalars.setdefault(x, f"n{len(scalars)}"))
-            return rename.get(x)
-
-        done = lambda e: rewrite(e, final_name)
-        access = lambda level: Access(number[level.value.number, level.narrowed], tuple(done(x) for x in level.index))
-        product = self.parts.lift.dots[self.main][0].dtype
-        wide = lambda n: (casts[n] or tensors[n].dtype)
-        score, weight, *extra = (done(as_kind(x, "float")) for x in programs)
-        labels = zip(_labels(tensors, (q, k, v)), tensors, strict=True)
-        operands = [Operand(name, str(wide(n)).removeprefix("torch."), len(t.shape)) for n, (name, t) in enumerate(labels)]
-        spec = AttentionSpec(
-            batch=tuple(order[:len(batch)]), operands=(*operands, *(Operand(f"c{n}", "float64", 0) for n in range(len(numbers)))),
-            query=access(q), key=access(k), value=access(v), score=score, weight=weight, extra_terms=tuple(extra),
-            empty_rows=self._empty_rows(),
-            qk_dtype=str(product).removeprefix("torch."), pv_dtype=str(self.parts.product.dtype).removeprefix("torch."),
-            out_dtype=str(self.out.dtype).removeprefix("torch."), scalars=tuple(scalars.values()),
-            out_order=self._layout(final, rank))
-        if len(spec.programs) and sum(1 for e in spec.programs for _ in walk(e)) > 4000:
-            raise Refused(Reason.UNKNOWN_OP, "", "lift", "the score program grew too large")
+        frame = Frame(self.parts.lift.values, {axis(x): axis(y) for x, y in final.items()}, tuple(order[:len(batch)]), {n: known[n] for n in order})
         local = {id(n): k for k, n in enumerate([*self.region.inputs, *self.region.body])}
-        inverse = [spec.out_axes.index(final[f"x{n}"]) for n in range(rank)]
-        return Lifted(spec, tuple(local[id(t.nodes[0])] for t in tensors), tuple(casts), tuple(numbers),
-                      tuple(axes[name] for name in order) + tuple(scalars), tuple(inverse), self._score_nodes(local))
+        operands = Operands(frame, (q, k, v), (score, weight, *self.parts.extra))
+        self._check_tensors(operands.tensors, (q, k, v))
+        done = lambda e: operands.final(as_kind(e, "float"))
+        product = self.parts.lift.dots[self.main][0].dtype
+        call = operands.call(
+            local, score=done(score), weight=done(weight), extra_terms=tuple(map(done, self.parts.extra)),
+            query=operands.access(q), key=operands.access(k), value=operands.access(v), empty_rows=self._empty_rows(),
+            qk_dtype=str(product).removeprefix("torch."), pv_dtype=str(self.parts.product.dtype).removeprefix("torch."),
+            out_dtype=str(self.out.dtype).removeprefix("torch."), out_order=self._layout(final, rank))
+        if sum(1 for e in call.spec.programs for _ in walk(e)) > 4000:
+            raise Refused(Reason.UNKNOWN_OP, "", "lift", "the score program grew too large")
+        inverse = [call.spec.out_axes.index(final[f"x{n}"]) for n in range(rank)]
+        want = self.region.wanted
+        weights = tuple(self._weights(n, want, frame, (q, k), score, call.spec, batch, local) for n in want.nodes) if want else ()
+        return Lifted(call, tuple(inverse), self._score_nodes(local), weights)
+
+    def _weights(self, node: Node, want: Wanted, frame: Frame, roles: tuple[Level, Level], score: Expr, spec: AttentionSpec,
+                 batch: list[str], local: dict[int, int]) -> Weights:
+        """How a tensor of weights is given that something else reads: by the same attention without its values."""
+        at = local.get(id(node))
+        value = None if at is None else self.nodes[at]
+        found = reading(self.parts, value, want)
+        if at is None or value is None:                # `reading` has refused these
+            raise want.refused("not what the values are weighed by")
+        self._check_dropout(found.weight)
+        lies = layout(self.parts.lift, found, value, node, (*batch, self.i, "j"), want)
+        # Values are not read: a spec names some all the same, here the keys.
+        frame = replace(frame, lengths={**frame.lengths, "e": frame.lengths["d"]})
+        operands = Operands(frame, roles, (score, found.weight, *self.parts.extra))
+        self._check_tensors(operands.tensors, roles)
+        done = lambda e: operands.final(as_kind(e, "float"))
+        query, key = map(operands.access, roles)
+        if found.repaired != self.parts.repaired and self.settings.fully_masked_rows == "zero":
+            raise want.refused("read before their NaN are repaired, under a setting that tells some of them from others")
+        rows = "repaired" if found.repaired else "nan" if self.parts.repaired else spec.empty_rows
+        call = operands.call(
+            local, score=done(score), weight=done(found.weight), extra_terms=tuple(map(done, self.parts.extra)), query=query, key=key,
+            empty_rows=rows, qk_dtype=spec.qk_dtype, pv_dtype=spec.pv_dtype,
+            value=Access(key.operand, tuple(substitute(x, {axis("d"): axis("e")}) for x in key.index)),
+            out_dtype=str(value.dtype).removeprefix("torch."), out_order=lies.memory)
+        if call.spec.compute_dtype != spec.compute_dtype:
+            raise want.refused(f"in {value.dtype}, the attention in {spec.compute_dtype}")
+        return Weights(call, at, lies.permutation, lies.shape)
 
     def _empty_rows(self) -> EmptyRows:
         """What becomes of rows without a key: as written, unless the user wants them to be 0."""
@@ -204,16 +213,16 @@ class _Spec:
         """Kinds, devices, and that no operand is itself made from the scores."""
         for level in products:
             if level.value.dtype not in _FLOATS:
-                raise Refused(Reason.DTYPE, _first(level.value), "lift", str(level.value.dtype))
+                raise Refused(Reason.DTYPE, first_name(level.value), "lift", str(level.value.dtype))
         devices = {t.device for t in tensors}
         if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             raise Refused(Reason.DEVICE, "", "lift", ", ".join(sorted(map(str, devices))))
         chain = {self.parts.lift.dots[self.main][0].number}
         for t in tensors:
             if t.nodes[0] in self.region.changed_later:
-                raise Refused(Reason.MUTATED_OPERAND, _first(t), "lift", "it is changed after the product and needed for the gradient")
+                raise Refused(Reason.MUTATED_OPERAND, first_name(t), "lift", "it is changed after the product and needed for the gradient")
             if _made_from(t, chain):
-                raise Refused(Reason.ROW_DEPENDENT, _first(t), "lift", "an operand is computed from the scores")
+                raise Refused(Reason.ROW_DEPENDENT, first_name(t), "lift", "an operand is computed from the scores")
 
     def _layout(self, final: dict[str, str], rank: int) -> tuple[int, ...]:
         """Memory order of the op's result: that of the product (a fused call may give its heads interleaved). Where its only
@@ -243,18 +252,3 @@ def _made_from(value: Value, numbers: set[int]) -> bool:
             seen.add(v.number)
             stack.extend(arguments_of(v))
     return False
-
-
-def _first(value: Value) -> str:
-    return value.nodes[0].name if value.nodes else ""
-
-
-def _labels(tensors: list[Value], roles: tuple[Level, ...]) -> list[str]:
-    """Short names to print: the roles, and for captured tensors what their users called them."""
-    out: list[str] = []
-    for t in tensors:
-        role = next((r for r, level in zip("qkv", roles, strict=True) if level.value is t), None)
-        name = role or re.sub(r"_?\d+$", "", re.sub(r".*_(parameters|buffers|kwargs|args)_", "", _first(t).strip("_"))).strip("_")
-        name = re.sub(r"^l_", "", name) or "t"
-        out.append(name if name not in out else f"{name}{sum(o.rstrip('0123456789') == name for o in out) + 1}")
-    return out

@@ -39,7 +39,7 @@ def distribute(gm: GraphModule, product: Node) -> Expansion:
         halves = [_made(graph, product, (part, product.args[1]), product.op, product.target) for part in parts]
         total = _made(graph, product, tuple(halves), "call_function", _SUMS[nodes.name(weights)])
     product.replace_all_uses_with(total)
-    return Expansion(product, [product], total, [*halves, total])
+    return Expansion(product, [(total, [product])], [*halves, total])
 
 
 def _made(graph: Graph, product: Node, args: tuple[Any, ...], op: str, target: Any) -> Node:

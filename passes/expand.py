@@ -36,11 +36,11 @@ from .trace import length
 
 @dataclass
 class Expansion:
-    """A call that was taken apart: the nodes made, the one that stands for the output, and the nodes that were the output."""
+    """A call that was taken apart: the nodes made, and for the output (and the weights, where they are read) the node that stands
+    for it and the nodes that it was."""
 
     call: Node
-    outputs: list[Node]
-    result: Node
+    results: list[tuple[Node, list[Node]]]
     made: list[Node] = field(default_factory=list)
 
 
@@ -52,21 +52,32 @@ def opaque(gm: GraphModule) -> list[Node]:
 def expand(gm: GraphModule, call: Node) -> Expansion:
     """Take one call apart and give its users the result; raises Refused, leaving the graph as it was."""
     outputs = _outputs(call)
-    steps, result = _run(call)
+    steps, given = _run(call)
     before = set(gm.graph.nodes)
     try:
         made = _emit(gm.graph, call, steps)
-        stands = made[id(result)]
-        verify.same_metadata(outputs[0], stands, layout=True)
+        results = [(_standing(made, given, which, some[0]), some) for which, some in enumerate(outputs) if some]
+        for stands, some in results:
+            verify.same_metadata(some[0], stands, layout=True)
     except Exception:
         for n in reversed([n for n in gm.graph.nodes if n not in before]):
             gm.graph.erase_node(n)
         raise
-    # The very tensor that the later nodes' values were computed from: views of it and changes to it are told by its memory.
-    stands.meta.update({k: outputs[0].meta[k] for k in ("example_value", "val") if k in outputs[0].meta})
-    for node in outputs:
-        node.replace_all_uses_with(stands)
-    return Expansion(call, outputs, stands, [n for n in gm.graph.nodes if n not in before])
+    for stands, some in results:
+        # The very tensor that the later nodes' values were computed from: views of it and changes to it are told by its memory.
+        stands.meta.update({k: some[0].meta[k] for k in ("example_value", "val") if k in some[0].meta})
+        for node in some:
+            node.replace_all_uses_with(stands)
+    return Expansion(call, results, [n for n in gm.graph.nodes if n not in before])
+
+
+def _standing(made: dict[int, Node], given: Sequence[Tensor | None], which: int, output: Node) -> Node:
+    """The node that holds what a definition returned."""
+    value = given[which] if which < len(given) else None
+    if value is None or id(value) not in made:
+        reader = next(iter(output.users), output)
+        raise Refused(Reason.WEIGHTS_USED, reader.name, "expand", f"by {nodes.name(reader)}, and the call gives none")
+    return made[id(value)]
 
 
 def settle(expansion: Expansion, *, rewritten: bool) -> set[Node]:
@@ -74,24 +85,27 @@ def settle(expansion: Expansion, *, rewritten: bool) -> set[Node]:
     call = expansion.call
     if rewritten:
         return {call, *expansion.made, *(n for user in call.users for n in nodes.dead_end(user))}
-    expansion.result.replace_all_uses_with(expansion.outputs[0])
+    for stands, outputs in expansion.results:
+        stands.replace_all_uses_with(outputs[0])
     return set(expansion.made)
 
 
-def _outputs(call: Node) -> list[Node]:
-    """The nodes that are the attention's output. The weights may be asked for, but nothing may come of them."""
+def _outputs(call: Node) -> tuple[list[Node], list[Node]]:
+    """The nodes that are the attention's output, and those that are its weights where something comes of them."""
     if nodes.name(call) == "_transformer_encoder_layer_fwd":
-        return [call]
+        return [call], []
     outputs: list[Node] = []
+    weights: list[Node] = []
     for user in call.users:
         if user.target is operator.getitem and user.args[1] in (0, -2):
             outputs.append(user)
-        elif user.target is not operator.getitem or not nodes.dead_end(user):
-            reader = next(iter(user.users), user)
-            raise Refused(Reason.WEIGHTS_USED, reader.name, "expand", f"by {nodes.name(reader)}")
+        elif user.target is operator.getitem and user.args[1] in (1, -1):
+            weights += [] if nodes.dead_end(user) else [user]
+        else:
+            raise Refused(Reason.WEIGHTS_USED, user.name, "expand", f"by {nodes.name(user)}")
     if not outputs:
         raise Refused(Reason.NO_VALUE_PRODUCT, call.name, "expand", "the output is not used")
-    return outputs
+    return outputs, weights
 
 
 # ---- running a definition
@@ -120,7 +134,7 @@ class _Record(TorchFunctionMode):
         return out
 
 
-def _run(call: Node) -> tuple[list[_Step], Tensor]:
+def _run(call: Node) -> tuple[list[_Step], tuple[Tensor | None, ...]]:
     """What the definition of a call does on the fake values of its arguments, and what it returns."""
     mode = _fake_mode(call)
     args, kwargs = map_arg((call.args, dict(call.kwargs)), nodes.value)
@@ -138,7 +152,7 @@ def _run(call: Node) -> tuple[list[_Step], Tensor]:
         raise Refused(Reason.DYNAMIC, call.name, "expand")
     if any(getattr(s.function, "__name__", "") in DEFINITIONS for s in record.steps):
         raise Refused(Reason.UNKNOWN_OP, call.name, "expand", "this version of PyTorch does not let the call be taken apart")
-    return record.steps, out[0] if isinstance(out, tuple) else out
+    return record.steps, out if isinstance(out, tuple) else (out,)
 
 
 def _fake_mode(call: Node) -> FakeTensorMode:
@@ -213,8 +227,8 @@ def _python(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def native_multi_head_attention(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_head: int, qkv_weight: Tensor, qkv_bias: Tensor,
                                 proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
-                                average_attn_weights: bool = True, mask_type: int | None = None) -> tuple[Tensor, None]:
-    """`torch._native_multi_head_attention` without the weights. Every row of a softmax with no allowed key is NaN."""
+                                average_attn_weights: bool = True, mask_type: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """`torch._native_multi_head_attention`. Every row of a softmax with no allowed key is NaN."""
     if not query.shape == key.shape == value.shape:
         raise Refused(Reason.UNKNOWN_OP, stage="expand", detail="queries, keys and values of different shapes")
     if query is key and key is value:
@@ -227,8 +241,9 @@ def native_multi_head_attention(query: Tensor, key: Tensor, value: Tensor, embed
     scores = (q * (1 / math.sqrt(depth))) @ k.transpose(-2, -1)
     if mask is not None:
         scores = scores.masked_fill(_blocked(mask, mask_type, scores), -math.inf)
-    context = F.softmax(scores, -1) @ v
-    return F.linear(context.transpose(1, 2).flatten(2), proj_weight, proj_bias), None
+    weights = F.softmax(scores, -1)
+    out = F.linear((weights @ v).transpose(1, 2).flatten(2), proj_weight, proj_bias)
+    return out, None if not need_weights else weights.sum(1) / num_head if average_attn_weights else weights
 
 
 def _blocked(mask: Tensor, mask_type: int | None, scores: Tensor) -> Tensor:

@@ -127,8 +127,9 @@ def _between(anchor: Node, product: Node, reached: set[Node]) -> frozenset[Node]
     return frozenset(on_path | {anchor})
 
 
-def observed(candidate: Candidate) -> Node | None:
-    """A user of the weights outside the chain (not counting dead code and questions about shapes), or None."""
+def observers(candidate: Candidate) -> list[tuple[Node, Node]]:
+    """(node that carries weights, its user outside the chain), not counting dead code and questions about shapes."""
+    found: list[tuple[Node, Node]] = []
     for node in candidate.carried:
         if node is candidate.product:
             continue
@@ -138,5 +139,5 @@ def observed(candidate: Candidate) -> Node | None:
             if node in nodes.mutated(user) and all(u is candidate.product or u in candidate.carried for u in user.users):
                 continue                              # an in-place step of the chain itself: `region` looks after who else sees it
             if not nodes.dead_end(user):
-                return user
-    return None
+                found.append((node, user))
+    return found

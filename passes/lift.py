@@ -106,6 +106,13 @@ class Lift:
             self._memo[key] = self._at(value, index)
         return self._memo[key]
 
+    def readings(self, value: Value) -> dict[Index, Expr]:
+        """The elements of a tensor that have been met as functions of the key axis itself, by index: not those under a sum over it."""
+        alone = self.algebra.lengths["j"] == const(1)
+        axes = lambda index: frozenset().union(*(depends(x) for x in index))
+        return {index: found for (number, index), found in self._memo.items() if number == value.number
+                and ("j" in axes(index) or alone) and not any(a.startswith("t") for a in axes(index))}
+
     def _at(self, value: Value, index: Index) -> Expr:
         if value.constant is not None and value.constant.numel() == 1 and not value.dtype.is_complex:
             return const(value.constant.item())

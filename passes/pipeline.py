@@ -11,7 +11,7 @@ import copy
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -24,6 +24,7 @@ from .. import origin, ops  # noqa: F401  (defines torch.ops.attnfuse.attention)
 from ..refusal import Reason, Refusal, Refused
 from ..report import PassRecord, Report, Site
 from ..settings import Settings
+from ..spec import AttentionSpec
 from . import nodes, verify
 from .assemble import Lifted, assemble
 from .distribute import distribute, sums
@@ -46,10 +47,14 @@ class State:
     settings: Settings
     expansions: list[Expansion] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
+    facts: GraphFacts | None = None
     regions: dict[Node, Region] = field(default_factory=dict)          # by anchor and product
     lifted: dict[Node, Lifted] = field(default_factory=dict)
     refused: dict[Node, Refusal] = field(default_factory=dict)
     done: list[Region] = field(default_factory=list)
+    replaced: dict[Node, Node] = field(default_factory=dict)            # products and weights → what stands for them
+    given: dict[Node, Node] = field(default_factory=dict)               # weights that are read elsewhere → what stood for them first
+    made: list[Node] = field(default_factory=list)                      # what was spliced in
     failures: list[str] = field(default_factory=list)
     known: dict[str, Lifted | Refusal] = field(default_factory=dict)
     measured: dict[str, Measured | None] = field(default_factory=dict)  # by the text of a slice
@@ -156,7 +161,7 @@ def _find(state: State) -> str:
 
 def _region(state: State) -> str:
     """Slice each candidate out."""
-    facts = GraphFacts(state.gm)
+    facts = state.facts = GraphFacts(state.gm)
     for c in state.candidates:
         if c.product is not None:
             _guarded(state, c, "region", lambda c=c: state.regions.__setitem__(_key(c), slice_region(c, facts)))
@@ -194,31 +199,42 @@ def _accept(state: State, c: Candidate, region: Region, lifted: Lifted) -> None:
 
 def _replace(state: State) -> str:
     """Splice the op in."""
-    for c in state.candidates:
-        key = _key(c)
-        if key in state.lifted and key not in state.refused:
-            _guarded(state, c, "replace", lambda k=key: _splice(state, k))
+    accepted = [c for c in state.candidates if _key(c) in state.lifted and _key(c) not in state.refused]
+    for c in accepted:                                 # before a slice that shares its weights is changed
+        region = state.regions[_key(c)]
+        if region.text not in state.measured:
+            state.measured[region.text] = _measured(region, state.lifted[_key(c)])
+    for c in accepted:
+        _guarded(state, c, "replace", lambda k=_key(c): _splice(state, k))
     return f"{len(state.done)} rewritten"
 
 
 def _splice(state: State, key: Node) -> None:
     """One replacement, taken back where it cannot be completed."""
     region, lifted = state.regions[key], state.lifted[key]
+    assert state.facts is not None
+    local = [*region.inputs, *region.body]
+    if any(w.call.spec.dropouts and local[w.node] in state.given for w in lifted.weights):     # each attention draws for itself
+        raise Refused(Reason.WEIGHTS_USED, region.product.name, "replace", "another product has the same weights, with the same ones dropped")
     merged = merge_order(region.product, len(lifted.permutation)) is not None
     before = set(state.gm.graph.nodes)
     try:
-        out = replace(state.gm, region, lifted, state.settings)
-        verify.same_metadata(region.product, out, layout=not merged)
+        pairs = replace(state.gm, region, lifted, state.facts, state.replaced, state.settings)
+        for n, (old, new) in enumerate(pairs):
+            verify.same_metadata(old, new, layout=n > 0 or not merged)
     except Exception:
-        new = [n for n in state.gm.graph.nodes if n not in before]
-        for n in reversed(new):
-            if n.users:
-                n.replace_all_uses_with(region.product)
+        for n in reversed([n for n in state.gm.graph.nodes if n not in before]):
             state.gm.graph.erase_node(n)
         raise
+    for old, new in pairs:
+        old.replace_all_uses_with(new)
+    state.replaced.update(pairs)
+    for old, new in pairs[1:]:
+        # Later nodes are told by the memory of the tensor that they were traced with.
+        new.meta.update({k: old.meta[k] for k in ("example_value", "val") if k in old.meta})
+        state.given.setdefault(old, new)
+    state.made += [n for n in state.gm.graph.nodes if n not in before]
     state.done.append(region)
-    if region.text not in state.measured:
-        state.measured[region.text] = _measured(region, lifted)
     origin.note(lifted.spec, nodes.module_path(region.candidate.anchor), nodes.source_line(region.candidate.anchor))
 
 
@@ -235,7 +251,8 @@ def _sweep(state: State) -> str:
     """Erase what only the replaced chains needed, put back calls that were taken apart for nothing, and check the graph."""
     done = {r.product for r in state.done}
     spare = [n for e in state.expansions for n in settle(e, rewritten=not done.isdisjoint(e.made))]
-    spare += [n for r in state.done for made in r.body for user in made.users for n in nodes.dead_end(user)]
+    spare += [n for n in state.made if n.target is not torch.ops.attnfuse.attention.default]       # weights that only a rewritten chain read
+    spare += [n for made in (*state.made, *(n for r in state.done for n in r.body)) for user in made.users for n in nodes.dead_end(user)]
     gone = sweep(state.gm, state.done, spare)
     verify.sound(state.gm)
     state.gm.recompile()
@@ -306,9 +323,22 @@ def _sites(state: State) -> list[Site]:
         key = _key(c)
         region, lifted = state.regions.get(key), state.lifted.get(key)
         measured = state.measured.get(region.text) if region and key in done else None
+        given = _given(state, region, lifted) if region and lifted and key in done else []
+        weights = tuple(lifted.weights[n].call.spec for n in given) if lifted else ()
         out.append(Site(
-            rewritten=key in done, reason=None if key in done else state.refused.get(key), equation=lifted.spec.equation() if lifted else None,
+            rewritten=key in done, reason=None if key in done else state.refused.get(key), equation=_equation(lifted, weights) if lifted else None,
             module=nodes.module_path(c.anchor), source=nodes.source_line(c.anchor), node=c.anchor.name, spec=lifted.spec if lifted else None,
             layer_hash=sha256(region.text.encode()).hexdigest()[:8] if region else "", written=measured.calls if measured else (),
-            sizes=measured.sizes if measured else (), held=measured.held if measured else ()))
+            sizes=measured.sizes if measured else (), held=measured.held if measured else (), weights=weights,
+            given=tuple(measured.weights[n] for n in given) if measured else ()))
     return out
+
+
+def _given(state: State, region: Region, lifted: Lifted) -> list[int]:
+    """Which weights of a rewritten slice are computed: not those that only another rewritten product read."""
+    local, left = [*region.inputs, *region.body], set(state.gm.graph.nodes)
+    return [n for n, w in enumerate(lifted.weights) if state.given.get(local[w.node]) in left]
+
+
+def _equation(lifted: Lifted, weights: Sequence[AttentionSpec]) -> str:
+    return ";  ".join([lifted.spec.equation(), *dict.fromkeys(w.weights_equation() for w in weights)])

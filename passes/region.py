@@ -18,13 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from ..refusal import Reason, Refused
 from . import nodes
-from .find import Candidate, observed
+from .find import Candidate
+from .wanted import Wanted, wanted
 
 _MOST = 600
 """Nodes of a slice; further ones become its inputs."""
 _CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"})
 """They ask a tensor for its shape and dtype, not for its values."""
+_RESHAPES = frozenset({"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_", "resize_", "resize_as_", "as_strided_", "set_"})
+"""They change a tensor's shape in place: the value that its node has is then of another shape than where the slice reads it."""
 _MAXIMA = frozenset({"amax", "max"})
 _ENTER = frozenset({"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"})
 _LEAVE = frozenset({"_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting", "_func_decrement_nesting"})
@@ -67,8 +70,8 @@ class GraphFacts:
 @dataclass(frozen=True)
 class Region:
     """A slice: its nodes and the nodes it reads (both in graph order), the candidate, a text equal for equal slices, those
-    of its nodes that are changed in place after the product (they can't be kept for a gradient), and those where a gradient
-    ends that a maximum of the scores would send."""
+    of its nodes that are changed in place after the product (they can't be kept for a gradient), those where a gradient
+    ends that a maximum of the scores would send, and the weights that are read elsewhere too."""
 
     candidate: Candidate
     body: tuple[Node, ...]
@@ -76,6 +79,7 @@ class Region:
     text: str
     changed_later: frozenset[Node] = frozenset()
     stopped: frozenset[Node] = frozenset()
+    wanted: Wanted | None = None
 
     @property
     def product(self) -> Node:
@@ -90,9 +94,7 @@ def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
     assert product is not None
     if product in facts.nested:
         raise Refused(Reason.VMAP, product.name, "region")
-    user = observed(candidate)
-    if user is not None:
-        raise Refused(Reason.WEIGHTS_USED, user.name, "region", f"by {nodes.name(user)}")
+    want = wanted(candidate, facts)
     body = _collect(candidate, product, facts)
     inner = set(body)
     read = nodes.ordered({a for n in body for a in nodes.inputs(n)} - inner, facts.position)
@@ -108,7 +110,8 @@ def slice_region(candidate: Candidate, facts: GraphFacts) -> Region:
     if odd is not None:                                  # its tensors cannot be saved for a gradient
         raise Refused(Reason.NOT_EXPRESSIBLE, odd.name, "region", "made under inference mode")
     stopped = frozenset(n for n in body if product not in facts.no_grad and _stops_gradient(n, facts))
-    return Region(candidate, tuple(body), tuple(read), _text(body, read, product, late, stopped), late, stopped)
+    text = "\n".join([_text(body, read, product, late, stopped), *_wanted_text(body, read, want)])
+    return Region(candidate, tuple(body), tuple(read), text, late, stopped, want)
 
 
 def _collect(candidate: Candidate, product: Node, facts: GraphFacts) -> list[Node]:
@@ -207,6 +210,9 @@ def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: G
     between the first use of some memory and the product would be missed.
     """
     inner, here = set(body), facts.position
+    changed = next((m for n in (*body, *read) for m in facts.mutations.get(nodes.storage(n) or 0, []) if nodes.name(m) in _RESHAPES), None)
+    if changed is not None:
+        raise Refused(Reason.INPLACE, changed.name, "region", f"{nodes.name(changed)} changes a shape")
     touched: dict[int, int] = {}                       # memory → where the slice first touches it
     for node in body:
         for at in {nodes.storage(node), *(nodes.storage(a) for a in nodes.inputs(node))} - {None}:
@@ -219,9 +225,10 @@ def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: G
 
 
 def scores_observer(region: Region, chain: set[Node]) -> Node | None:
-    """A live user outside the slice of one of `chain`: nodes that would have to be computed all the same."""
+    """A live user outside the slice of one of `chain`: nodes that would have to be computed all the same, unless they are weights
+    that are given."""
     inner = set(region.body)
-    for node in chain:
+    for node in chain - (region.wanted.kept if region.wanted else frozenset()):
         for user in node.users:
             if user not in inner and not nodes.dead_end(user):
                 return user
@@ -240,6 +247,12 @@ def _text(body: list[Node], read: list[Node], product: Node, late: frozenset[Nod
     layout = merge_order(product, shape.dim()) if isinstance(shape, torch.Tensor) else None
     return "\n".join([*lines, f"return {local[product]} to {layout}, changed later {[local[n] for n in local if n in late]}",
                       f"no gradient from {[local[n] for n in local if n in stopped]}"])
+
+
+def _wanted_text(body: list[Node], read: list[Node], want: Wanted | None) -> list[str]:
+    """Which weights are read elsewhere, numbered as in `_text`."""
+    local = {n: k for k, n in enumerate([*read, *body])}
+    return [] if want is None else [f"weights too {[local.get(n) for n in want.nodes]}"]
 
 
 def memory_order(x: torch.Tensor) -> tuple[int, ...] | None:

@@ -2,11 +2,13 @@
 
 Before:  s = q @ k.T;  p = softmax(s * 0.125);  o = p @ v;  return o
 After:   a = attnfuse.attention([q, k.T, v], [B, H, T, T, D, D], None, spec);  o = a[0];  return o
+
+and where p is read elsewhere:  w = attnfuse.weights([q, k.T], a[1], [B, H, T, T, D, D], None, spec of p)
 """
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,32 +20,74 @@ from ..refusal import Reason, Refused
 from ..settings import Settings
 from . import nodes
 from .assemble import Lifted
-from .region import Region
+from .operands import Call
+from .region import GraphFacts, Region
 from .tiles import attach
 from .trace import length, number
+from .wanted import make_available, place
 
 _SEED_BOUND = 2 ** 62
 
 
-def replace(gm: GraphModule, region: Region, lifted: Lifted, settings: Settings) -> Node:
-    """Insert the call before the value product and redirect the product's users to it; returns the node that stands for it."""
-    graph = gm.graph
-    product = region.product
-    local = [*region.inputs, *region.body]
-    with graph.inserting_before(product):
-        operands = [_cast(graph, local[n], dtype) for n, dtype in zip(lifted.operands, lifted.casts, strict=True)]
-        lengths = Lengths(graph, [local[n] for n in lifted.operands], product)
-        sizes = [lengths.node(s) for s in lifted.sizes]
-        operands += [_number(graph, lengths.number(x), operands[0]) for x in lifted.numbers]
+def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts, replaced: Mapping[Node, Node],
+            settings: Settings) -> list[tuple[Node, Node]]:
+    """Insert the calls, before the product or before its weights are read; returns (old node, the one that stands for it), the
+    product first. Nothing uses the new nodes yet. `replaced` are such pairs of other slices, whose results this one may read."""
+    graph, want = gm.graph, region.wanted
+    whole = [*region.inputs, *region.body]
+    local = [replaced.get(n, n) for n in whole]
+    at = place(graph, want, region.product, facts)
+    if want is not None:
+        read = [n for call in (lifted.call, *(w.call for w in lifted.weights)) for n in call.operands]
+        make_available([local[n] for n in read], at, region.product, facts, want)
+    with graph.inserting_before(at):
+        maker = _Maker(graph, local, region.product, at)
+        operands, sizes = maker.arguments(lifted.call)
         seed = _seed(graph, operands[0]) if lifted.spec.dropouts else None
-        spec, operands = attach(graph, lifted.spec, operands, sizes, product, settings, _call)
-        call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, spec.to_json()), product)
-        out = _call(graph, operator.getitem, (call, 0), product)
-        if lifted.permutation != tuple(range(len(lifted.permutation))):
-            out = _call(graph, torch.permute, (out, lifted.permutation), product)
-    out.meta["attnfuse"] = call.meta["attnfuse"] = lifted.spec.digest()
-    product.replace_all_uses_with(out)
-    return out
+        spec, operands = attach(graph, lifted.spec, operands, sizes, at, region.product, settings, _call)
+        call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, spec.to_json()), region.product)
+        out = maker.shaped(_call(graph, operator.getitem, (call, 0), region.product), lifted.permutation, None)
+        out.meta["attnfuse"] = call.meta["attnfuse"] = lifted.spec.digest()
+        pairs = [(region.product, out)]
+        stats = _call(graph, operator.getitem, (call, 1), region.product) if lifted.weights else None
+        for one in lifted.weights:
+            operands, sizes = maker.arguments(one.call)
+            drawn = seed if one.call.spec.dropouts else None
+            made = _call(graph, torch.ops.attnfuse.weights.default, (operands, stats, sizes, drawn, one.call.spec.to_json()), whole[one.node])
+            pairs.append((whole[one.node], maker.shaped(made, one.permutation, one.shape)))
+            made.meta["attnfuse"] = one.call.spec.digest()
+    return pairs
+
+
+class _Maker:
+    """Makes the nodes around the calls of one slice: each cast, number and length once."""
+
+    def __init__(self, graph: Graph, local: list[Node], product: Node, place: Node) -> None:
+        self.graph, self.local, self.product, self.place = graph, local, product, place
+        self.lengths: Lengths | None = None
+        self.casts: dict[tuple[int, torch.dtype | None], Node] = {}
+
+    def arguments(self, call: Call) -> tuple[list[Node], list[Any]]:
+        """(operands, sizes) of a call."""
+        nodes_ = [self._cast(n, dtype) for n, dtype in zip(call.operands, call.casts, strict=True)]
+        if self.lengths is None:
+            self.lengths = Lengths(self.graph, [self.local[n] for n in call.operands], self.place)
+        sizes = [self.lengths.node(s) for s in call.sizes]
+        return nodes_ + [_number(self.graph, self.lengths.number(x), nodes_[0]) for x in call.numbers], sizes
+
+    def _cast(self, number: int, dtype: torch.dtype | None) -> Node:
+        if (number, dtype) not in self.casts:
+            self.casts[number, dtype] = _cast(self.graph, self.local[number], dtype)
+        return self.casts[number, dtype]
+
+    def shaped(self, node: Node, permutation: tuple[int, ...], shape: tuple[Expr, ...] | None) -> Node:
+        """The result of an op with its dimensions in another order and, if `shape` says so, split or joined."""
+        if permutation != tuple(range(len(permutation))):
+            node = _call(self.graph, torch.permute, (node, permutation), self.product)
+        if shape is not None:
+            assert self.lengths is not None
+            node = _call(self.graph, torch.reshape, (node, tuple(self.lengths.node(s) for s in shape)), self.product)
+        return node
 
 
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:

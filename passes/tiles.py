@@ -24,12 +24,12 @@ DEVICES = frozenset({"cuda"})
 Call = Callable[[Graph, Any, tuple[Any, ...], Node], Node]
 
 
-def attach(graph: Graph, spec: AttentionSpec, operands: list[Node], sizes: list[Any], product: Node, settings: Settings,
-           call: Call) -> tuple[AttentionSpec, list[Node]]:
+def attach(graph: Graph, spec: AttentionSpec, operands: list[Node], sizes: list[Any], place: Node, product: Node,
+           settings: Settings, call: Call) -> tuple[AttentionSpec, list[Node]]:
     """The spec and the operands of an attention, with a map where its mask needs one and there are tiles enough.
 
     Args:
-        graph: where the product stands; new nodes go before it.
+        graph: where the product stands. place: new nodes go before it.
         spec, operands, sizes: of the call that is being made; sizes are ints and nodes.
         call: makes a node that calls a function, with the bookkeeping of another.
     """
@@ -43,7 +43,7 @@ def attach(graph: Graph, spec: AttentionSpec, operands: list[Node], sizes: list[
     own = [operands[n] for n in found.sources]
     own_sizes = [named[n] for n in found.mask.size_names]
     text = found.mask.to_json()
-    made = _earlier(graph, own, own_sizes, text, product) or call(graph, torch.ops.attnfuse.tile_map.default, (query, own, own_sizes, text), product)
+    made = _earlier(graph, own, own_sizes, text, place) or call(graph, torch.ops.attnfuse.tile_map.default, (query, own, own_sizes, text), product)
     rows, columns = (call(graph, operator.getitem, (made, n), product) for n in range(2))
     count, rank = len(spec.operands), len(found.mask.batch) + 2
     both = (Operand("row_tiles", "int32", rank), Operand("column_tiles", "int32", rank))
@@ -56,13 +56,13 @@ def _hint(size: Any) -> int:
     return int(value.node.hint or 0) if isinstance(value, torch.SymInt) else int(value)
 
 
-def _earlier(graph: Graph, operands: list[Node], sizes: list[Any], text: str, product: Node) -> Node | None:
+def _earlier(graph: Graph, operands: list[Node], sizes: list[Any], text: str, place: Node) -> Node | None:
     """A map of the same mask that an earlier layer made, unless something has changed the mask since."""
     symbol = lambda s: str(nodes.value(s)) if isinstance(s, Node) else str(s)
     memory = {nodes.storage(n) for n in operands}
     found: Node | None = None
     for node in graph.nodes:
-        if node is product:
+        if node is place:
             break
         if found is not None and any(nodes.storage(t) in memory for t in nodes.mutated(node)):
             found = None

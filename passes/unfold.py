@@ -65,7 +65,7 @@ def pull(lift: Lift, out: Value) -> Parts:
     weight = lift.at(*weights)
     for op, x, at in divided:
         weight = apply(op, weight, as_kind(element(lift, x, at), "float"))
-    weight, score, extra, rows = _softmax(lift, lift.simplify(weight))
+    weight, score, extra, rows = softmax_of(lift, lift.simplify(weight))
     weight, broken = split(weight)
     if broken not in (NAN, const(0.0)) or broken != NAN and not rows:
         raise Refused(Reason.WEIGHT_PROGRAM, "", "lift", f"where the weights are NaN they become {str(broken)[:120]}")
@@ -99,7 +99,7 @@ def _is_product(value: Value) -> bool:
     return value.call is not None and value.call.target in _PRODUCTS
 
 
-def _softmax(lift: Lift, weight: Expr) -> tuple[Expr, Expr, tuple[Expr, ...], bool]:
+def softmax_of(lift: Lift, weight: Expr) -> tuple[Expr, Expr, tuple[Expr, ...], bool]:
     """(weight program, score program, further columns, whether NaN stands in whole rows alone) of unfolded weights."""
     found = lift.found
     by_hand = normalised(lift, weight) if bound(weight) or "dot" in depends(weight) else None

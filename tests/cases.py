@@ -23,7 +23,7 @@ LOW = torch.finfo(torch.float32).min
 @dataclass(frozen=True)
 class Case:
     """`score` (and `weight`, and what `rows` without a key are) as the spec has them where the chain must be rewritten, `reason`
-    where it must not be."""
+    where it must not be; `given` are the programs of the weights that are read elsewhere too."""
 
     name: str
     fn: Callable[..., Tensor | tuple[Tensor, ...]]
@@ -33,6 +33,7 @@ class Case:
     reason: Reason | None = None
     train: bool = True
     rows: str = "nan"
+    given: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -62,10 +63,10 @@ def plus(base: Callable[[torch.Generator], tuple[Tensor, ...]], *more: Callable[
 
 
 def case(score: str | None = None, inputs: Callable[[torch.Generator], tuple[Tensor, ...]] = qkv, weight: str = "p", reason: Reason | None = None,
-         train: bool = True, rows: str = "nan") -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+         train: bool = True, rows: str = "nan", given: tuple[str, ...] = ()) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Enter a function as a row under its own name."""
     def enter(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train, rows))
+        CASES.append(Case(fn.__name__, fn, inputs, score, weight, reason, train, rows, given))
         return fn
     return enter
 
@@ -436,12 +437,6 @@ def mean_subtracted_and_scaled(q, k, v):
     return (s / s.sum(-1, keepdim=True)).softmax(-1) @ v
 
 
-@case(reason=Reason.WEIGHTS_USED)
-def weights_returned(q, k, v):
-    p = (q @ t(k)).softmax(-1)
-    return p @ v, p
-
-
 @case(reason=Reason.SCORES_USED)
 def scores_returned(q, k, v):
     s = q @ t(k)
@@ -461,6 +456,20 @@ def key_changed_before_the_product(q, k, v):
     s = q @ t(k)
     k.mul_(2.0)
     return s.softmax(-1) @ v
+
+
+@case(reason=Reason.INPLACE, train=False)
+def result_reshaped_in_place(q, k, v):
+    o = (q @ t(k)).softmax(-1) @ v
+    o.unsqueeze_(2)
+    return o
+
+
+@case(inputs=lambda g: (rn(g, B, LQ, D), rn(g, LK, D), rn(g, B, LK, DV)), reason=Reason.INPLACE, train=False)
+def keys_reshaped_in_place_later(q, k, v):
+    k = k + 0.0
+    o = (q @ t(k)).softmax(-1) @ v
+    return o, k.unsqueeze_(0)
 
 
 @case(reason=Reason.WEIGHT_PROGRAM)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from attnfuse.refusal import Reason
 from tests.cases import B, D, DV, H, LK, LOW, LQ, case, plus, qkv, rn, square, t
-from tests.cases_weights import CASES
+from tests.cases_wanted import CASES
 
 __all__ = ["CASES"]
 tokens = lambda g: (rn(g, B, LQ, H, D), rn(g, B, LK, H, D), rn(g, B, LK, H, DV))

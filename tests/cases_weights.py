@@ -87,7 +87,7 @@ def normalised_along_the_values(q, k, v):
     return (e @ v) / e.sum(-1)[..., None, :]
 
 
-@case(reason=Reason.WEIGHTS_USED)
+@case(reason=Reason.NO_VALUE_PRODUCT)
 def normalised_product_seen_before(q, k, v):
     e = exponentials(q @ t(k) / 4.0)
     o = e @ v

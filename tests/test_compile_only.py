@@ -193,6 +193,37 @@ def test_backward_files_are_python(name: str) -> None:
         assert max(map(len, source.splitlines())) <= 190
 
 
+# ---- weights
+
+def check_weights(name: str, dtype: str, depth: int, target: offline.Target) -> None:
+    """The kernel of weights: within the device, no spills beyond forward's, no product that reads a wrong descriptor."""
+    operands, sizes = meta(BY_NAME[name], dtype, depth)
+    report = offline.compile_weights(BY_NAME[name].spec(dtype), sizes, operands, target)
+    limit = known(*target).shared
+    assert report.shared <= limit and report.plan.shared <= limit
+    assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
+    assert (report.spills or 0) <= tolerated(name, dtype, depth), report
+    if target == ("cuda", 90):
+        assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
+
+
+@pytest.mark.parametrize("name, dtype, depth, target", [
+    ("causal_inf", "bfloat16", 128, ("cuda", 90)), ("causal_padding_min", "float16", 64, ("cuda", 80)), ("dropout", "bfloat16", 64, ("cuda", 100)),
+    ("gate", "bfloat16", 64, ("cuda", 90)), ("window", "bfloat16", 16, ("cuda", 90)), ("sinks", "bfloat16", 64, ("hip", "gfx942")),
+])
+def test_resources_of_weights(name: str, dtype: str, depth: int, target: offline.Target) -> None:
+    check_weights(name, dtype, depth, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: str(t[1]))
+@pytest.mark.parametrize("depth", (16, 40, 64, 128, 256))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("name", (*NAMES, "gate", "grouped"))
+def test_every_resource_of_weights(name: str, dtype: str, depth: int, target: offline.Target) -> None:
+    check_weights(name, dtype, depth, target)
+
+
 # ---- the text
 
 def text(name: str, dtype: str = "bfloat16", depth: int = 64) -> str:

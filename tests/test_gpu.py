@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attnfuse import tilemap, walker
-from attnfuse.codegen import launch, launch_backward, plan
-from attnfuse.reference import reference
+from attnfuse.codegen import launch, launch_backward, launch_weights, plan
+from attnfuse.reference import reference, weights
 from attnfuse.spec import AttentionSpec
 from tests.oracle import rounding, truth
 from tests.specs import BY_NAME, CASES, Case, Shape, with_map
@@ -250,3 +251,74 @@ def test_backward_of_a_model(dtype: str, seed: int) -> None:
     for a, b, exact in zip(fused, eager, run(written, wide, grad_out.double()), strict=True):
         error = lambda x: ((x.double() - exact).norm() / exact.norm()).item()  # noqa: B023
         assert error(a) <= max(1.2 * error(b), 1e-6)
+
+
+# ---- weights that are wanted too
+
+def check_weights(case: Case, shape: Shape, dtype: str, seed: int, move=lambda t: t, order: tuple[int, ...] = ()) -> None:
+    """The generated kernel's weights, from the generated statistics, against the plain meaning in float64."""
+    operands, sizes = case.inputs(shape, getattr(torch, dtype), seed)
+    operands = [move(t.cuda()) for t in operands]
+    attention = case.spec(dtype)
+    spec = replace(attention, out_order=order)
+    drop = torch.tensor([seed + (seed << 32)], device="cuda") if spec.dropouts else None
+    _, stats = launch.forward(attention, operands, sizes, drop)
+    got = launch.weights(spec, operands, stats, sizes, drop)
+    exact, plain = (weights(spec, operands, sizes, drop, dtype=t) for t in (torch.float64, torch.float32))
+    assert torch.equal(got.isnan(), exact.isnan()) and got.permute(spec.out_order).is_contiguous()
+    distance = lambda x: ((x.double() - exact).nan_to_num().norm() / exact.nan_to_num().norm().clamp(min=1e-30)).item()
+    assert distance(got) <= max(DTYPES[dtype], 2e-5, 4 * distance(plain)), distance(got)
+    assert bool((got[exact == 0.0] == 0.0).all())
+
+
+@pytest.fixture
+def poisoned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = launch_weights._allocate
+    monkeypatch.setattr(launch_weights, "_allocate", lambda *args: allocate(*args).fill_(12345.0))
+    monkeypatch.setattr(launch_weights, "_ladders", {})
+
+
+@pytest.mark.usefixtures("poisoned_weights")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.queries}x{s.keys}x{s.depth}")
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_weights_of_every_mechanism(case: Case, shape: Shape, dtype: str, seed: int) -> None:
+    check_weights(case, shape, dtype, seed)
+
+
+@pytest.mark.usefixtures("poisoned_weights")
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2), (2, 0, 1, 3)])
+@pytest.mark.parametrize("length", (1, 16, 17, 64, 65, 129, 1000))
+@pytest.mark.parametrize("name", ("plain", "causal_padding_min", "window"))
+def test_weights_of_every_length_and_order(name: str, length: int, order: tuple[int, ...], seed: int) -> None:
+    check_weights(BY_NAME[name], Shape((2, 2), length, length, 64, 64), "bfloat16", seed, order=order)
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_model_that_returns_its_weights(dtype: str, p: float, seed: int) -> None:
+    """Result, weights and gradients are as exact as eager's; what was dropped of the weights is what the values were weighed by."""
+    import attnfuse  # noqa: F401
+
+    torch.manual_seed(seed)
+    leaves = [torch.randn(2, 4, 257, 64, device="cuda", dtype=getattr(torch, dtype), requires_grad=True) for _ in range(3)]
+
+    def written(q, k, v, factor=None):
+        n = q.size(-2)
+        keep = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        w = (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1)
+        w = torch.nn.functional.dropout(w, p, True) if factor is None else w * factor.to(w.dtype)
+        return w @ v, w
+
+    torch._dynamo.reset()
+    launch_weights._ladders.clear()
+    out, w = torch.compile(written, backend="attnfuse")(*leaves)
+    assert launch_weights._ladders
+    factor = torch.where(w != 0, 1.0 / (1.0 - p), 0.0) if p else torch.ones_like(w)
+    up = [torch.randn_like(out), torch.randn_like(w)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact, eager = written(*wide, factor.double()), written(*leaves, factor)
+    for got, theirs, want in zip((out, w, *torch.autograd.grad((out, w), leaves, up)), (*eager, *torch.autograd.grad(eager, leaves, up)),
+                                 (*exact, *torch.autograd.grad(exact, wide, [u.double() for u in up])), strict=True):
+        error = lambda x: ((x.double() - want).norm() / want.norm()).item()  # noqa: B023
+        assert error(got) <= max(1.2 * error(theirs), 2e-5 if p else 1e-6), (error(got), error(theirs))

@@ -58,12 +58,15 @@ def test_detection_and_values(case: Case) -> None:
         names = {n: o.name for n, o in enumerate(spec.operands)}
         assert (show(spec.score, names), show(spec.weight, names)) == (case.score, case.weight)
         assert spec.empty_rows == ("zero" if "fused_call" in case.name else case.rows)
+        given = [show(w.weight, {n: o.name for n, o in enumerate(w.operands)}) for w in sites[0].weights]
+        assert tuple(given) == case.given
     else:
         assert sites and not any(s.rewritten for s in sites), sites[0].equation
         assert sites[0].reason.reason is case.reason, sites[0].reason
         assert sites[0].reason.node
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5, equal_nan=True)
+        assert not case.given or a.stride() == b.stride()
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.reason is None and c.train], ids=str)
@@ -73,11 +76,12 @@ def test_gradients(case: Case) -> None:
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     exact = [doubled(x).clone().requires_grad_(x.is_floating_point()) for x in inputs]
     compiled, reports = rewrite(case.fn)
-    out, ref = compiled(*leaves), case.fn(*exact)
+    out, ref = tensors(compiled(*leaves)), tensors(case.fn(*exact))
     assert all(s.rewritten for r in reports for s in r.sites)
-    upstream = torch.randn_like(ref)
-    out.backward(upstream.to(out.dtype))
-    ref.backward(upstream)
+    assert [x.requires_grad for x in out] == [x.requires_grad for x in ref]
+    upstream = [torch.randn_like(x) for x in ref if x.requires_grad]
+    torch.autograd.backward([x for x in out if x.requires_grad], [u.float() for u in upstream])
+    torch.autograd.backward([x for x in ref if x.requires_grad], upstream)
     for a, b in zip(leaves, exact, strict=True):
         if b.grad is not None:
             torch.testing.assert_close(a.grad.double(), b.grad, atol=5e-5, rtol=5e-5)

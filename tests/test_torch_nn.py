@@ -164,14 +164,39 @@ def test_dropout_is_rewritten(need_weights: bool, dynamic: bool | None) -> None:
     assert out.requires_grad and bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("average", [True, False])
-def test_weights_that_are_read_keep_the_call(average: bool) -> None:
-    model = nn.MultiheadAttention(E, H, batch_first=True).train()
-    x = torch.randn(B, T, E)
-    fused, sites, graphs = compiled(lambda x: model(x, x, x, average_attn_weights=average))
-    torch.testing.assert_close(fused(x), model(x, x, x, average_attn_weights=average), atol=0, rtol=0)
-    assert [s.reason.reason for s in sites if s.reason] == [Reason.WEIGHTS_USED]
-    assert opaque(graphs) == 1
+@pytest.mark.parametrize("name", VARIANTS)
+def test_multihead_attention_with_its_weights(name: str, average: bool, train: bool) -> None:
+    model, inputs, masks = attention(numbers(), name)
+
+    def call(*x: Tensor) -> tuple[Tensor, Tensor]:
+        return model(*(x if len(x) == 3 else (x[0], x[0], x[0])), **{"average_attn_weights": average, **masks})
+
+    model.train(train)
+    fused, sites, graphs = compiled(call)
+    got, want = fused(*inputs), call(*inputs)
+    assert [(s.rewritten, len(s.weights)) for s in sites] == [(True, 1)] and opaque(graphs) == 0
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, atol=1e-9, rtol=1e-9)
+        assert a.stride() == b.stride()
+    finite = lambda x: x.nan_to_num().square().sum()
+    gradients = [torch.autograd.grad(finite(out) + finite(weights * 3.0), list(model.parameters()), allow_unused=True) for out, weights in (got, want)]
+    if not any(bool(x.isnan().any()) for x in want):
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def test_dropped_weights_of_multihead_attention_are_those_that_it_used() -> None:
+    model = nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True, bias=False, dtype=torch.float64).train()
+    with torch.no_grad():
+        model.out_proj.weight.copy_(torch.eye(E))
+    fused, sites, graphs = compiled(lambda x: model(x, x, x, average_attn_weights=False))
+    x = torch.randn(B, T, E, dtype=torch.float64)
+    out, weights = fused(x)
+    values = F.linear(x, model.in_proj_weight[2 * E:]).unflatten(-1, (H, -1)).transpose(1, 2)
+    torch.testing.assert_close((weights @ values).transpose(1, 2).flatten(2), out)
+    assert [s.rewritten for s in sites] == [True] and 0.2 < float((weights == 0).double().mean()) < 0.8
 
 
 def test_weights_of_which_nothing_comes_are_not_read() -> None:
@@ -439,6 +464,20 @@ def test_the_native_operator(name: str) -> None:
     torch.testing.assert_close(out(*inputs), gm(*inputs), equal_nan=True, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["none", "padding"])
+def test_the_native_operator_with_its_weights(name: str) -> None:
+    g = numbers()
+    code, make = MASKS[name]
+    mask = make(g)
+    inputs = operator_inputs(g) if mask is None else (*operator_inputs(g), mask)
+    both = lambda *x: ((y := native(*x[:5], x[5] if len(x) > 5 else None, code, weights=True))[0], y[1])
+    gm, out, site = rewritten((lambda x, w, b, pw, pb: both(x, w, b, pw, pb)) if mask is None else (lambda x, w, b, pw, pb, m: both(x, w, b, pw, pb, m)),
+                              inputs)
+    assert site.rewritten and len(site.weights) == 1, site.reason
+    for a, b in zip(out(*inputs), gm(*inputs), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, atol=1e-9, rtol=1e-9)
+
+
 def test_the_native_operator_with_other_keys() -> None:
     g = numbers()
     inputs = (*operator_inputs(g), rn(g, B, T, E))
@@ -454,7 +493,8 @@ REFUSED: dict[str, tuple[Reason, str, Callable[..., Any], Callable[[torch.Genera
     "a_shape_to_broadcast": (Reason.UNKNOWN_OP, "type 2", lambda *x: native(*x, 2)[0], lambda g: (torch.zeros(1, 1, T, T, dtype=torch.bool),)),
     "three_dimensions": (Reason.UNKNOWN_OP, "type 2", lambda *x: native(*x, 2)[0], lambda g: (torch.zeros(B, T, T, dtype=torch.bool),)),
     "keys_of_another_length": (Reason.UNKNOWN_OP, "different shapes", lambda *x: native(*x[:5], key=x[5])[0], lambda g: (rn(g, B, S, E),)),
-    "weights_read": (Reason.WEIGHTS_USED, "by output", lambda *x: native(*x[:5], weights=True)[1], lambda g: ()),
+    "weights_alone": (Reason.NO_VALUE_PRODUCT, "not used", lambda *x: native(*x[:5], weights=True)[1], lambda g: ()),
+    "weights_that_are_not_given": (Reason.WEIGHTS_USED, "gives none", lambda *x: ((y := native(*x[:5]))[0], y[1]), lambda g: ()),
     "all_of_it_returned": (Reason.WEIGHTS_USED, "by output", lambda *x: native(*x[:5], weights=True), lambda g: ()),
 }
 
