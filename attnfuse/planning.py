@@ -15,7 +15,8 @@ from . import roofline
 from .codegen import plan_backward, predict
 from .codegen.devices import CARDS, device as device_named
 from .codegen.jobs import Job
-from .codegen.plan import HALF, candidates
+from .codegen.plan import HALF
+from .codegen.plan_forward import candidates
 from .codegen.tiles import KIB, Device
 from .program import DOT, WEIGHT, Expr, apply, axis, const, le, mul, where
 from .spec import Access, AttentionSpec, Operand, dtype_of

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from ..spec import AttentionSpec, dtype_of
-from . import plan as forward_plan
-from . import plan_backward
+from . import plan as kernel_plan
+from . import plan_backward, plan_forward
 from .header import request_of, visited
 from .jobs import Job
 from .plan import KernelPlan, Request
-from .reads import dense
+from .reads import dense, dense_uneven
 from .tiles import Device, work
 
 STATISTICS = 8
@@ -88,7 +88,7 @@ def forward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], dev
         ValueError: there is no kernel (float64, or a head dimension above 256).
     """
     request = assumed(spec, sizes, device)
-    plan = plan or forward_plan.candidates(spec, request, device)[0]
+    plan = plan or plan_forward.candidates(spec, request, device)[0]
     share = visited(spec, sizes, plan.block_m)
     swept = _once(spec, held, ("key", "value"))
     written = _result(spec, sizes) + _statistics(spec, sizes)
@@ -131,7 +131,8 @@ def assumed(spec: AttentionSpec, sizes: dict[str, int], device: Device) -> Reque
     """What the planner needs to know of a call that is not there; raises ValueError where no kernel can be generated."""
     if spec.compute_dtype != torch.float32:
         raise ValueError("the kernels compute in float32, not in float64")
-    request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee", described=dense(spec, sizes))
+    request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee", described=dense(spec, sizes),
+                         uneven=dense_uneven(sizes))
     if max(request.depth, request.value_depth) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernels hold up to 256")
     return request
@@ -167,7 +168,7 @@ def _predict(name: str, plan: KernelPlan, spec: AttentionSpec, request: Request,
     flops = int(products * work(request.batch, request.queries, request.keys, request.depth, request.value_depth, share))
     waves = request.batch * tiles / device.processors
     filled = math.ceil(waves) / waves if waves else 1.0
-    parts = 6 if "float32" in forward_plan.products(spec) else 1        # float32 in three bfloat16 parts
+    parts = 6 if "float32" in kernel_plan.products(spec) else 1        # float32 in three bfloat16 parts
     return Prediction(name, moved, written, most, flops, request.batch * tiles, waves, _time(device, flops * parts * filled, moved), plan)
 
 

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 KIB = 1024
+
+Unit = Literal["mma", "wgmma", "tcgen05", "mfma"]
+"""What takes products: of registers (Ampere, Ada, small Blackwells), of shared memory (Hopper; datacentre Blackwell), AMD's."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Device:
         peak: FLOP/s of dense products of float16 or bfloat16 with float32 sums; 0 where it is not known.
         bandwidth: of the main memory, bytes/s; 0 where it is not known.
         cache: the last cache that all processors share, bytes.
+        unit: what takes products. width: FLOPs of products of half types a processor a cycle. lanes_simple: float32 operations that are
+            not products a processor a cycle.
     """
 
     name: str
@@ -42,24 +48,32 @@ class Device:
     peak: float = 0.0
     bandwidth: float = 0.0
     cache: int = 0
+    unit: Unit = "mma"
+    width: int = 1024
+    lanes_simple: int = 128
 
     @property
     def asynchronous(self) -> bool:
         """Whether products read their operands from shared memory (Hopper and datacentre Blackwell), which frees registers."""
-        return self.backend == "cuda" and self.shared >= 200 * KIB
+        return self.unit in ("wgmma", "tcgen05")
+
+    @property
+    def capacity(self) -> int:
+        """Shared memory of a processor, for all of its blocks, bytes: on NVIDIA's a KiB more than one block may have."""
+        return self.shared + KIB if self.backend == "cuda" else self.shared
 
 
 DEVICES: dict[tuple[str, int], Device] = {
-    ("cuda", 80): Device("A100", "cuda", 163 * KIB, 108),
-    ("cuda", 86): Device("RTX 30", "cuda", 99 * KIB, 84),
+    ("cuda", 80): Device("A100", "cuda", 163 * KIB, 108, width=2048, lanes_simple=64),
+    ("cuda", 86): Device("RTX 30", "cuda", 99 * KIB, 84, width=512),
     ("cuda", 87): Device("Orin", "cuda", 163 * KIB, 16),
-    ("cuda", 89): Device("RTX 40 / L40", "cuda", 99 * KIB, 128),
-    ("cuda", 90): Device("H100 / H200", "cuda", 227 * KIB, 132, boxes=True),
-    ("cuda", 100): Device("B200", "cuda", 227 * KIB, 148),
-    ("cuda", 103): Device("B300", "cuda", 227 * KIB, 148),
-    ("cuda", 120): Device("RTX 50", "cuda", 99 * KIB, 170),
-    ("hip", 90): Device("MI200", "hip", 64 * KIB, 104, 512, 64),
-    ("hip", 94): Device("MI300X", "hip", 64 * KIB, 304, 512, 64),
+    ("cuda", 89): Device("RTX 40 / L40", "cuda", 99 * KIB, 128, width=512),
+    ("cuda", 90): Device("H100 / H200", "cuda", 227 * KIB, 132, boxes=True, unit="wgmma", width=4096),
+    ("cuda", 100): Device("B200", "cuda", 227 * KIB, 148, unit="tcgen05", width=8192),
+    ("cuda", 103): Device("B300", "cuda", 227 * KIB, 148, unit="tcgen05", width=8192),
+    ("cuda", 120): Device("RTX 50", "cuda", 99 * KIB, 170, width=512),
+    ("hip", 90): Device("MI200", "hip", 64 * KIB, 104, 512, 64, unit="mfma"),
+    ("hip", 94): Device("MI300X", "hip", 64 * KIB, 304, 512, 64, unit="mfma", width=2048),
 }
 """By backend and architecture (compute capability; for AMD the first two digits after ``gfx``). For compiling without a device."""
 
@@ -84,7 +98,7 @@ def present(device: torch.device) -> Device:
         return known("hip", facts.gcnArchName.split(":")[0])
     entry = known("cuda", facts.major * 10 + facts.minor)
     shared = getattr(facts, "shared_memory_per_block_optin", 0) or entry.shared
-    return Device(facts.name, "cuda", shared, facts.multi_processor_count, boxes=entry.boxes)
+    return replace(entry, name=facts.name, shared=shared, processors=facts.multi_processor_count)
 
 
 @dataclass(frozen=True)
