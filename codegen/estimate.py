@@ -13,13 +13,13 @@ rest of a step is hidden R-fold:
 Constants: EFFICIENCY, EXPONENTIALS, SIMPLE and FIXED are those with which six forward kernels measured on an H200 (bfloat16, 4096 tokens:
 D=64 in 64x64 and 64x128, D=128 in 64x64 and 128x64, D=256 in 128x64; bench/NOTES.md and bench/results/forward.csv) come out within 8 %.
 For the backward kernels of the same file it is within 20 %, but D=256, which spills. LATENCY and CACHE are round numbers; for other devices only
-the rates of their data sheets differ, and nothing was measured there. Registers are a regression over some 1500 kernels compiled with
-Triton 3.6, good to about 30: it ranks, and does not promise.
+the rates of their data sheets differ, and nothing was measured there. Registers are fitted to the kernels of `memory`, good to about 30:
+that ranks, and does not promise.
 """
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .memory import Contents, Sweep
 from .tiles import KIB, Device, Tile, Unit
@@ -56,11 +56,13 @@ _REGISTERS: dict[tuple[bool, Sweep], tuple[float, float, float, float, float]] =
     (True, "forward"): (35, 0.8, 1.6, 0.0, 0.0), (True, "keys"): (50, 0.8, 3.2, 0.0, 0.0), (True, "queries"): (30, 1.5, 2.4, 0.0, 0.0),
     (False, "tiles"): (60, 1.0, 2.0, 0.0, 0.7), (True, "tiles"): (40, 1.0, 2.0, 0.0, 0.0)}
 _REGISTERS_TENSOR: dict[Sweep, tuple[float, float, float, float, float]] = {
-    "forward": (45, 0.7, 1.8, 0.0, 0.5), "keys": (50, 0.5, 3.0, 0.0, 0.3), "queries": (50, 0.5, 3.0, 0.0, 0.3), "tiles": (40, 1.0, 2.0, 0.0, 0.0)}
+    "forward": (45, 0.7, 1.8, 0.0, 0.5), "keys": (50, 0.8, 3.0, 0.0, 0.3), "queries": (50, 0.5, 3.0, 0.0, 0.3), "tiles": (40, 1.0, 2.0, 0.0, 0.0)}
 _REGISTERS_AMD = (85.0, 1.2, 5.0, 1.0, 2.7)
 _REGISTERS_SPLIT = (98.0, 0.0, 1.4, 4.1, 2.7)
 _POINTERS = 35
 """Registers of the addresses of a tile that products of shared memory would not need."""
+_UNEVEN = 30
+"""And of one that is read element by element."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,10 @@ class Work:
     operations: int = 1
     draws: int = 0
     bounded: bool = False
+
+    def fetched(self, described: bool) -> Work:
+        """The same where tiles come by descriptors, if they do: then every tile is copied asynchronously."""
+        return replace(self, held=replace(self.held, barriers=True, copied=Contents.copied)) if described else self
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,9 @@ def registers(work: Work, tile: Tile, unit: Unit, lanes: int) -> int:
     totals = {"forward": m * e, "queries": m * d, "keys": n * (d + e), "tiles": m * n}[work.kind]
     still = {"forward": m * d, "queries": m * (d + e), "keys": n * (d + e), "tiles": 0}[work.kind]
     walks = (m if work.kind == "keys" else n) * max(d, e)
-    scores += 1.5 * reads + (4.7 if held.indirect else 0.0) * (3 if work.kind != "forward" else 1) + (2.5 if work.draws and not wide else 0.0)
-    pointers = _POINTERS if wide and not held.barriers else 0
+    scores += 1.5 * reads + 0.5 * held.stores + (2.5 if work.draws and not wide else 0.0)
+    scores += (4.7 if work.kind == "forward" else 14.0) if held.indirect else 0.0
+    pointers = (_POINTERS if wide and not held.barriers else 0) + (_UNEVEN if held.copied < Contents.copied else 0)
     return math.ceil(base + pointers + (sums * totals + scores * m * n + kept * still + moving * walks) / threads)
 
 

@@ -142,6 +142,7 @@ class _Facts:
     """What the resource model needs of the programs: see `memory.Contents` and `estimate.Work`."""
 
     reads: int
+    narrow: int
     rows: int
     columns: int
     indirect: bool
@@ -156,25 +157,32 @@ def _facts(spec: AttentionSpec) -> _Facts:
     tiled: Callable[[Expr], bool] = lambda x: {"i", "j"} <= depends(x)
     found = {x for e in (spec.score, spec.weight) for x in loads(e)}
     inner = {y for x in found for a in x.args for y in loads(a) if tiled(y)}
-    reads = sum(size(x) for x in found if tiled(x) and x not in inner and not any(tiled(y) for a in x.args for y in loads(a)))
+    direct = [x for x in found if tiled(x) and x not in inner and not any(tiled(y) for a in x.args for y in loads(a))]
+    narrow = sum(size(x) for x in direct if size(x) < 4)
     rows = sum(size(x) for x in found if "i" in depends(x) and "j" not in depends(x))
     columns = sum(size(x) for x in found if "j" in depends(x) and "i" not in depends(x))
     operations = sum(1 for e in (analyse(spec).inside, spec.weight) for x in walk(e) if x.args and x.op != "load" and depends(x) & _TILED)
-    return _Facts(reads, rows, columns, gathers(spec), operations, len(spec.dropouts), bool(analyse(spec).bounds))
+    return _Facts(sum(map(size, direct)), narrow, rows, columns, gathers(spec), operations, len(spec.dropouts), bool(analyse(spec).bounds))
+
+
+def as_measured(spec: AttentionSpec, request: Request) -> bool:
+    """Whether a call is like those that were measured: plain programs, with or without a mask of bounds, and many tokens."""
+    return not (tile_loads(spec) or spec.dropouts or gathers(spec)) and min(request.queries, request.keys) > 512
 
 
 _TILED = frozenset(("i", "j", "dot", "weight"))
 
 
-def work_of(spec: AttentionSpec, request: Request, kind: Sweep, block_d: int, block_e: int, dtypes: tuple[str, ...]) -> Work:
-    """What a kernel does with a tile, for the resource model; `dtypes` are those of its products."""
+def work_of(spec: AttentionSpec, request: Request, kind: Sweep, block_d: int, block_e: int, dtypes: tuple[str, ...], stores: int = 0) -> Work:
+    """What a kernel does with a tile, for the resource model; `dtypes` are those of its products, `stores` bytes that it writes for each score."""
     facts = _facts(spec)
     qk, pv = element_bytes(spec)
     exact = any(t not in HALF for t in dtypes)
     out = dtype_of(spec.out_dtype).itemsize
     sizes = {"q": qk, "k": qk, "v": pv, "do": out}
-    copied = frozenset(r for r, n in sizes.items() if n >= 4 or r not in request.uneven or r in request.described)
-    held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, facts.rows, facts.columns, facts.indirect)
+    copied = frozenset(r for r, n in sizes.items() if n >= 4 or r not in request.uneven)
+    held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, facts.narrow, facts.rows, facts.columns, stores,
+                    facts.indirect)
     times = {"ieee": 0, "tf32": 2, "bf16x6": 6}[request.precision] if exact else 1
     return Work(kind, block_d, block_e, held, times, facts.operations, facts.draws, facts.bounded)
 

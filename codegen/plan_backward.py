@@ -13,7 +13,7 @@ from . import space, tables
 from .chain import types
 from .estimate import Work
 from .jobs import Job, Kind
-from .plan import HALF, KernelPlan, Request, gathers, reads_by_descriptor, tile_loads, work_of
+from .plan import HALF, KernelPlan, Request, as_measured, gathers, reads_by_descriptor, tile_loads, work_of
 from .space import Choice
 from .tables import Shape, Table
 from .tiles import Device, Tile, padded
@@ -50,16 +50,14 @@ def candidates(spec: AttentionSpec, request: Request, device: Device, job: Job) 
     """
     if job.kind == "rows":
         return _streams(request)
-    plans = space.descending(choices(spec, request, device, job))
-    if len(plans) > 1:
-        return plans
-    warps = 2 if (plans[0].block_m, plans[0].block_n, plans[0].warps) == (16, 16, 4) else 4
-    return (*plans, _plan(spec, request, device, _work(spec, request, device, job), (16, 16, warps, 1), job, ("the smallest tile there is",)))
+    work = work_for(spec, request, device, job)
+    return space.descending(choices(spec, request, device, job), lambda shape: _plan(spec, request, device, work, shape, job, ()))
 
 
 def choices(spec: AttentionSpec, request: Request, device: Device, job: Job) -> tuple[Choice, ...]:
-    """Every plan of a kernel that walks tiles with its predicted cost, the preferred one first; at least the smallest tile, whether it fits or not."""
-    work = _work(spec, request, device, job)
+    """Every plan of a kernel that walks tiles with its predicted cost, the preferred one first; at least the smallest tile, whether it fits
+    or not."""
+    work = work_for(spec, request, device, job)
     table = _table(spec, device, job.kind)
     limit, row = tables.rows(table, max(work.block_d, work.block_e))
     shapes = list(row)
@@ -69,15 +67,17 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job) -> 
         shapes = shapes[1:]             # addresses that are read fill registers
     listed = [plan for shape in dict.fromkeys(shapes) if space.fits((plan := _plan(spec, request, device, work, shape, job, ())).shared, device)]
     if not listed:
-        listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), job, ("the smallest tile there is",)))
-    measured = table in tables.MEASURED and device.unit == "wgmma"
+        listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), job, ()))
+    measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)
     return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, job, ()))
 
 
-def _work(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Work:
+def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Work:
+    """What a kernel does with a tile, for the resource model."""
     width = _LEAST_WIDTH if device.asynchronous else 16
     kind = "queries" if job.kind == "rows" else job.kind
-    return work_of(spec, request, kind, max(padded(request.depth), width), max(padded(request.value_depth), width), _dtypes(spec))
+    stores = 4 * sum({"i", "j"} <= c.axes for c in job.captured) if kind == "queries" else 0
+    return work_of(spec, request, kind, max(padded(request.depth), width), max(padded(request.value_depth), width), _dtypes(spec), stores)
 
 
 def _streams(request: Request) -> tuple[KernelPlan, ...]:

@@ -10,7 +10,7 @@ from ..ranges import analyse
 from ..spec import AttentionSpec
 from . import space, tables
 from .estimate import Work
-from .plan import HALF, KernelPlan, Request, gathers, products, reads_by_descriptor, tile_loads, work_of
+from .plan import HALF, KernelPlan, Request, as_measured, gathers, products, reads_by_descriptor, tile_loads, work_of
 from .space import Choice
 from .tables import Shape, Table
 from .tiles import Device, Tile, padded
@@ -28,12 +28,8 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
     Raises:
         ValueError: a head dimension above 256.
     """
-    plans = space.descending(choices(spec, request, device))
-    if len(plans) > 1:
-        return plans
-    work = _work(spec, request, device)
-    warps = 2 if (plans[0].block_m, plans[0].block_n, plans[0].warps) == (16, 16, 4) else 4
-    return (*plans, _plan(spec, request, device, work, (16, 16, warps, 1), ("the smallest tile there is",)))
+    work = work_for(spec, request, device)
+    return space.descending(choices(spec, request, device), lambda shape: _plan(spec, request, device, work, shape, ()))
 
 
 def choices(spec: AttentionSpec, request: Request, device: Device) -> tuple[Choice, ...]:
@@ -42,7 +38,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device) -> tuple[Choi
     Raises:
         ValueError: a head dimension above 256.
     """
-    work = _work(spec, request, device)
+    work = work_for(spec, request, device)
     table = _table(spec, request, device)
     width = max(work.block_d, work.block_e)
     limit, shapes = tables.rows(table, width)
@@ -58,12 +54,13 @@ def choices(spec: AttentionSpec, request: Request, device: Device) -> tuple[Choi
         if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in listed):
             listed.append(plan)
     if not listed:
-        listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), ("the smallest tile there is",)))
-    measured = table in tables.MEASURED and device.unit == "wgmma"
+        listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), ()))
+    measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)
     return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, ()))
 
 
-def _work(spec: AttentionSpec, request: Request, device: Device) -> Work:
+def work_for(spec: AttentionSpec, request: Request, device: Device) -> Work:
+    """What the kernel does with a tile, for the resource model; raises ValueError as `candidates` does."""
     block_d, block_e = padded(request.depth), padded(request.value_depth)
     if device.asynchronous:
         block_e = max(block_e, LEAST_VALUE_WIDTH)

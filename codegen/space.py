@@ -5,8 +5,9 @@
     descending(choices)                 # what is tried when a device refuses it: ever smaller
 
 Enumerated are all of 16 to 128 queries by 16 to 128 keys, 4 or 8 warps, 1 to 4 stages; what is left out has a reason (`unfit`). Ranked by the
-predicted cycles of the launch (`estimate`), with two exceptions. Where shapes were measured, or machine code inspected, and for float32 operands,
-where registers decide, the order of `tables` stands; elsewhere another shape has to be predicted faster by `HANDICAP` to replace the table's first.
+predicted cycles of the launch (`estimate`), with two exceptions. Where shapes were measured, or machine code inspected, for float32 operands,
+where registers decide, and where the model was not fitted, the order of `tables` stands; elsewhere another shape has to be predicted faster by
+`HANDICAP` to replace the table's first.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from .estimate import Step, Work, cycles, limit, registers, steps
-from .memory import Contents, backward, forward
+from .memory import backward, forward
 from .plan import KernelPlan, Request
 from .tables import Shape
 from .tiles import Device, Tile, padded
@@ -25,6 +26,8 @@ MARGIN = 1.02
 """What a shape must leave of the device's shared memory, for what the model does not see."""
 SPARE = 0.92
 """The share of its registers that it may be predicted to take: the model is good to about thirty."""
+SPARE_AMD = 0.4
+"""The same where half of the registers hold sums of products only."""
 _ROWS = (16, 32, 64, 128)
 
 
@@ -32,7 +35,8 @@ _ROWS = (16, 32, 64, 128)
 class Choice:
     """A plan that fits, the cycles that its launch is predicted to take of the device, and one step of it.
 
-    `listed` is the rank in the table of known shapes, None for one that was only enumerated; `measured` whether that rank is of measurements.
+    `listed` is the rank in the table of known shapes, None for one that was only enumerated; `settled` whether the order is the table's, whatever
+    is predicted, and `measured` whether that is of measurements.
     """
 
     plan: KernelPlan
@@ -40,17 +44,18 @@ class Choice:
     step: Step
     listed: int | None = None
     measured: bool = False
+    settled: bool = False
 
 
 def memory_of(work: Work, tile: Tile, described: bool, device: Device) -> int:
     """Predicted bytes of shared memory a block."""
-    held: Contents = replace(work.held, barriers=described)
+    held = work.fetched(described).held
     return forward(tile, held, device.unit) if work.kind == "forward" else backward(work.kind, tile, held, device.unit)
 
 
 def pressure(work: Work, tile: Tile, described: bool, device: Device) -> int:
     """Predicted registers a thread."""
-    return registers(replace(work, held=replace(work.held, barriers=described)), tile, device.unit, device.lanes)
+    return registers(work.fetched(described), tile, device.unit, device.lanes)
 
 
 def unfit(work: Work, tile: Tile, device: Device) -> str | None:
@@ -60,12 +65,14 @@ def unfit(work: Work, tile: Tile, device: Device) -> str | None:
         return "on Hopper only shapes whose machine code was inspected: ptxas 12.8.93 misreads descriptors in some"
     if work.times != 1:
         return "products of float32 operands fill the registers: only shapes that were compiled"
+    if work.kind == "tiles" or work.held.indirect:
+        return "the model was not fitted to reads at indices that are read, nor to the kernel of tiles: only shapes that were compiled"
     if own < 16 * tile.warps // 2:
         return f"{tile.warps} warps for {own} rows"
     if tile.stages > 1 and moved * max(work.block_d, work.block_e) < 128 * tile.warps:
         return "too small a tile to be copied by all threads"
     need, most = pressure(work, tile, False, device), limit(device, tile)
-    if need > most * SPARE:
+    if need > most * (SPARE_AMD if device.unit == "mfma" else SPARE):
         return f"about {need} registers a thread of {most}"
     shared = memory_of(work, tile, False, device)
     return None if fits(shared, device) else f"{shared} bytes of shared memory of {device.shared}"
@@ -109,11 +116,13 @@ def ranked(work: Work, request: Request, device: Device, listed: Sequence[Kernel
         make: a plan of a shape.
     """
     sizes = class_of(request, device)
+    settled = device.unit == "wgmma" or work.times != 1 or work.kind == "tiles" or work.held.indirect
 
     def choice(plan: KernelPlan, rank: int | None) -> Choice:
         tile = Tile(plan.block_m, plan.block_n, plan.block_d, plan.block_e, plan.warps, plan.stages)
-        own = replace(work, held=replace(work.held, barriers=bool(plan.described)))
-        return Choice(plan, cycles(own, tile, device, plan.shared, *sizes), steps(own, tile, device, plan.shared), rank, measured and rank == 0)
+        own = work.fetched(bool(plan.described))
+        taken, step = cycles(own, tile, device, plan.shared, *sizes), steps(own, tile, device, plan.shared)
+        return Choice(plan, taken, step, rank, measured and rank == 0, settled)
 
     found = [choice(plan, rank) for rank, plan in enumerate(listed)]
     known = {_shape(p) for p in listed}
@@ -124,21 +133,26 @@ def ranked(work: Work, request: Request, device: Device, listed: Sequence[Kernel
             found.append(choice(plan, None))
     spills = lambda c: c.step.registers > limit(device, Tile(c.plan.block_m, c.plan.block_n, 0, 0, c.plan.warps, 1))
     order = sorted(found, key=lambda c: c.cycles * (1.0 if c.listed == 0 and not spills(c) else HANDICAP))
-    if device.unit == "wgmma" or work.times != 1:
+    if settled:
         order.sort(key=lambda c: len(listed) if c.listed is None else c.listed)
     return tuple(order)
 
 
-def descending(choices: Sequence[Choice]) -> tuple[KernelPlan, ...]:
-    """The first choice, then ever smaller ones, with their reasons: what to try when a device, or a compiler, refuses a plan."""
+def descending(choices: Sequence[Choice], make: Callable[[Shape], KernelPlan]) -> tuple[KernelPlan, ...]:
+    """The first choice, then ever smaller ones, with their reasons: what to try when a device, or a compiler, refuses a plan. At least
+    two: where only one fits, the smallest tile that `make` can make follows."""
     first = choices[0]
     rest = f"of {len(choices)} shapes that fit" if len(choices) > 1 else "the only shape that fits"
     why = rest if len(choices) == 1 else "measured fastest of several on an H200" if first.measured else \
-        f"known to compile well, and predicted within {HANDICAP - 1:.0%} of the fastest {rest}" if first.listed == 0 else f"predicted fastest {rest}"
+        f"known to compile well, and predicted within {HANDICAP - 1:.0%} of the fastest {rest}" if first.listed == 0 and not first.settled else \
+        f"known to compile well, the first {rest}" if first.listed == 0 else f"predicted fastest {rest}"
     out = [_because(first, f"{why}; bound by {first.step.busiest}, {first.step.blocks} programs a processor")]
     for one in (*choices[1:], min(choices, key=lambda c: (c.plan.shared, c.plan.registers))):
         if one.plan.shared < out[-1].shared and one.plan.block_m * one.plan.block_n <= out[-1].block_m * out[-1].block_n:
             out.append(_because(one, "the next smaller one, should the device refuse the larger"))
+    if len(out) == 1:
+        shape = (16, 16, 2 if _shape(out[0])[:3] == (16, 16, 4) else 4, 1)
+        out.append(_because(replace(first, plan=make(shape)), "the smallest tile there is"))
     return tuple(out)
 
 

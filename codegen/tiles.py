@@ -1,11 +1,7 @@
-"""What a tile costs and what a device has: the resource model behind every plan.
+"""The shape of a tile, what a device has, and the arithmetic that both need. What a tile takes of a device is in `memory` and `estimate`.
 
-Invariant: `footprint` errs upwards on shared memory, so that a plan which fits here fits the device; the compiled kernel's
-own report is checked against it by the tests.
-
-    >>> h100 = DEVICES["cuda", 90]
-    >>> footprint(Tile(128, 64, 128, 128, warps=8, stages=2), 2, 2).shared <= h100.shared
-    True
+    >>> DEVICES["cuda", 90].shared // KIB
+    227
 """
 from __future__ import annotations
 
@@ -111,33 +107,6 @@ class Tile:
     block_e: int
     warps: int
     stages: int
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Predicted use: bytes of shared memory a block, 32-bit registers a thread for what lives through the loop."""
-
-    shared: int
-    registers: int
-
-
-def footprint(tile: Tile, qk_bytes: int, pv_bytes: int, loads: int = 0, lanes: int = 32) -> Footprint:
-    """The cost of a tile.
-
-    Args:
-        tile: the shape.
-        qk_bytes, pv_bytes: bytes an element of query and key, and of value, as they lie in memory.
-        loads: score operands read at every (i, j), four bytes an element at most.
-        lanes: threads a warp.
-    """
-    query = tile.block_m * tile.block_d * qk_bytes
-    stage = tile.block_n * (tile.block_d * qk_bytes + tile.block_e * pv_bytes) + loads * tile.block_m * tile.block_n * 4
-    weights = tile.block_m * tile.block_n * pv_bytes        # P on its way from one product's layout to the other's
-    epilogue = tile.block_m * tile.block_e * 4              # the result on its way to memory
-    shared = max(query + tile.stages * stage + weights, epilogue)
-    threads = tile.warps * lanes
-    live = tile.block_m * (tile.block_e + tile.block_n * (2 + loads)) + tile.block_m * tile.block_d * qk_bytes // 4
-    return Footprint(shared, math.ceil(live / threads) + 24)
 
 
 def padded(length: int) -> int:

@@ -95,6 +95,16 @@ def test_one_query() -> None:
     check("bottom_right_min", "bfloat16", 128, ("cuda", 90), queries=1)
 
 
+@pytest.mark.parametrize("target, depth", [(("cuda", 80), 128), (("cuda", 100), 64)], ids=str)
+def test_a_shape_that_no_table_has(target: offline.Target, depth: int) -> None:
+    """Few programs: the planner takes a shape that was only enumerated."""
+    case = BY_NAME["causal_inf"]
+    operands, sizes = case.inputs(Shape((1, 8), 100, 1024, depth, depth), torch.bfloat16, 0)
+    report = offline.compile_only(case.spec("bfloat16"), sizes, [t.to("meta") for t in operands], target)
+    assert "predicted fastest" in report.plan.reasons[0]
+    assert near(report) and not report.spills
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: str(t[1]))
 @pytest.mark.parametrize("depth", (16, 32, 40, 64, 80, 96, 128, 256))
