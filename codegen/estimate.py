@@ -10,11 +10,10 @@ rest of a step is hidden R-fold:
 
     step = busiest + (products + others + FIXED - busiest) / R
 
-Constants: EFFICIENCY, EXPONENTIALS, SIMPLE and FIXED are those with which six forward kernels measured on an H200 (bfloat16, 4096 tokens:
-D=64 in 64x64 and 64x128, D=128 in 64x64 and 128x64, D=256 in 128x64; bench/NOTES.md and bench/results/forward.csv) come out within 8 %.
-For the backward kernels of the same file it is within 20 %, but D=256, which spills. LATENCY and CACHE are round numbers; for other devices only
-the rates of their data sheets differ, and nothing was measured there. Registers are fitted to the kernels of `memory`, good to about 30:
-that ranks, and does not promise.
+Constants: EFFICIENCY, EXPONENTIALS, SIMPLE, FIXED, GROUPS and _BACKWARD are those with which kernels measured on an H200 come out (bfloat16, 4096
+tokens, causal and full, head dimensions 64, 128 and 256: bench/NOTES.md has the sixteen figures): fourteen within 16 %; the other two spill
+registers, of which the model knows nothing. LATENCY and CACHE are round numbers. For other devices only the rates of their data sheets differ, and nothing
+was measured there. Registers are fitted to the kernels of `memory`, good to about 30: that ranks, and does not promise.
 """
 from __future__ import annotations
 
@@ -61,8 +60,12 @@ _REGISTERS_AMD = (85.0, 1.2, 5.0, 1.0, 2.7)
 _REGISTERS_SPLIT = (98.0, 0.0, 1.4, 4.1, 2.7)
 _POINTERS = 35
 """Registers of the addresses of a tile that products of shared memory would not need."""
-_UNEVEN = 30
+_UNEVEN = 50
 """And of one that is read element by element."""
+_USABLE_AMD = 0.7
+"""Half of AMD's registers hold sums of products only; beyond this share kernels were seen to spill."""
+_SPILL = 50
+"""So many registers too many take as long again: a guess, to keep away from them."""
 
 
 @dataclass(frozen=True)
@@ -146,13 +149,14 @@ def steps(work: Work, tile: Tile, device: Device, shared: int, most: int = 16) -
     cycles = units[busiest] + max(products + others + FIXED - units[busiest], FIXED) / apart
     ahead = (tile.stages if wide else tile.stages - 1) if tile.stages > 1 else 0
     cycles += max(0.0, LATENCY - ahead * cycles * blocks) / blocks
-    cycles *= 1 + max(0, need - limit(device, tile)) / 100
+    cycles *= 1 + max(0, need - limit(device, tile)) / _SPILL
     return Step(cycles, blocks, need, busiest)
 
 
 def limit(device: Device, tile: Tile) -> int:
-    """Registers that a thread may have."""
-    return min(device.registers, _file(device) // (tile.warps * device.lanes))
+    """Registers that a thread may have before some are spilled."""
+    there = min(device.registers, _file(device) // (tile.warps * device.lanes))
+    return int(there * _USABLE_AMD) if device.unit == "mfma" else there
 
 
 def _file(device: Device) -> int:

@@ -188,6 +188,6 @@ def _tiles(tile: Tile, held: Contents, unit: Unit) -> int:
         own = held.reads * m * n + tile.block_m * held.rows + tile.block_n * held.columns
         return (tile.stages if wide else tile.stages - 1) * (q + k + v + do) + (tile.stages - 1) * own + _across("tiles", tile, held, wide, unit) + _BARRIERS
     if unit == "mfma" or held.split and not wide:
-        return max(q, k, v, do)
+        return max(q, k, v, do, _across("tiles", tile, held, wide, unit))
     both = max(q + k, v + do, q + do if wide else 0) * (_PARTS if held.split else 4) // 4
     return max(both, m * n * 8 if held.indirect else 0) + (_BARRIERS if wide else 0)

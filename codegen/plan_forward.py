@@ -97,6 +97,9 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, work: Work, shap
     elif gathers(spec) and width >= 128 and block_n > 16:
         reasons.append(f"BLOCK_N {block_n // 2}: the score program reads at indices that it has read, whose addresses fill registers")
         block_n //= 2
+    if not space.compiles(work, Tile(block_m, block_n, work.block_d, work.block_e, warps, stages), device):
+        stages = 1
+        reasons.append("one stage: Triton fails on pipelines of such tiles for AMD")
     plan = _plan(spec, request, device, work, (block_m, block_n, warps, stages), tuple(reasons))
     return plan if space.fits(plan.shared, device) else None
 

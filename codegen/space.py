@@ -26,8 +26,10 @@ MARGIN = 1.02
 """What a shape must leave of the device's shared memory, for what the model does not see."""
 SPARE = 0.92
 """The share of its registers that it may be predicted to take: the model is good to about thirty."""
-SPARE_AMD = 0.4
-"""The same where half of the registers hold sums of products only."""
+SPARE_AMD = 0.57
+"""The same on AMD, where the model is coarser."""
+HOPELESS = 1.5
+"""So many times its registers: kernels that read at indices that are read spill then, even by a model that sees too much in them."""
 _ROWS = (16, 32, 64, 128)
 
 
@@ -67,6 +69,8 @@ def unfit(work: Work, tile: Tile, device: Device) -> str | None:
         return "products of float32 operands fill the registers: only shapes that were compiled"
     if work.kind == "tiles" or work.held.indirect:
         return "the model was not fitted to reads at indices that are read, nor to the kernel of tiles: only shapes that were compiled"
+    if not compiles(work, tile, device):
+        return "Triton 3.6 fails on it for AMD"
     if own < 16 * tile.warps // 2:
         return f"{tile.warps} warps for {own} rows"
     if tile.stages > 1 and moved * max(work.block_d, work.block_e) < 128 * tile.warps:
@@ -81,6 +85,11 @@ def unfit(work: Work, tile: Tile, device: Device) -> str | None:
 def fits(shared: int, device: Device) -> bool:
     """Whether a block may have so many bytes of shared memory, with a margin."""
     return shared * MARGIN <= device.shared
+
+
+def compiles(work: Work, tile: Tile, device: Device) -> bool:
+    """Whether the compiler is known to take a shape: for AMD it fails on pipelines of small tiles that read a value at every (i, j)."""
+    return not (device.unit == "mfma" and work.kind == "forward" and work.held.reads and tile.stages > 1 and tile.block_m < 64)
 
 
 def enumerated(work: Work, request: Request, device: Device) -> list[Shape]:
@@ -131,10 +140,11 @@ def ranked(work: Work, request: Request, device: Device, listed: Sequence[Kernel
         if plan is not None and _shape(plan) not in known:
             known.add(_shape(plan))
             found.append(choice(plan, None))
-    spills = lambda c: c.step.registers > limit(device, Tile(c.plan.block_m, c.plan.block_n, 0, 0, c.plan.warps, 1))
-    order = sorted(found, key=lambda c: c.cycles * (1.0 if c.listed == 0 and not spills(c) else HANDICAP))
+    full = lambda c: c.step.registers / limit(device, Tile(c.plan.block_m, c.plan.block_n, 0, 0, c.plan.warps, 1))
+    order = sorted(found, key=lambda c: c.cycles * (1.0 if c.listed == 0 and full(c) <= 1 else HANDICAP))
     if settled:
-        order.sort(key=lambda c: len(listed) if c.listed is None else c.listed)
+        hopeless = lambda c: device.unit != "wgmma" and work.held.indirect and full(c) > HOPELESS
+        order.sort(key=lambda c: (hopeless(c), len(listed) if c.listed is None else c.listed))
     return tuple(order)
 
 

@@ -121,6 +121,11 @@ def test_every_shape_that_is_left_out_has_its_reason() -> None:
             return space.unfit(work, Tile(m, n, work.block_d, work.block_e, warps, stages), card)
         assert text in (why(bad, left_out) or ""), text
         assert why(good, kept) is None, (text, why(good, kept))
+    amd = device("mi300x")
+    for name, rows, fails in (("bias", 32, True), ("plain", 32, False), ("bias", 64, False)):
+        case = BY_NAME[name].spec("bfloat16")
+        work = plan_forward.work_for(case, predict.assumed(spec, sizes, amd), amd)
+        assert ("Triton 3.6 fails" in (space.unfit(work, Tile(rows, 32, 32, 32, 4, 2), amd) or "")) == fails
     card = device("a100")
     exact = spec_of(Shape(64, 4096, heads=32), "float32")
     work = plan_forward.work_for(exact, predict.assumed(exact, sizes, card), card)
@@ -294,6 +299,21 @@ def test_backward_climbs_down_too(prepared: tuple[Any, ...], monkeypatch: pytest
         warnings.simplefilter("always")
         assert ops._generated("backward", *arguments) is None and ops._generated("backward", *arguments) is None
     assert len([w for w in said if "no plan of a kernel" in str(w.message)]) == 1
+
+
+def test_planning_is_quick() -> None:
+    import time
+
+    spec, sizes = half()
+    for name in ("h200", "a100", "b200"):
+        card = device(name)
+        request, taken = predict.assumed(spec, sizes, card), []
+        for n in range(15):
+            start = time.perf_counter()
+            plan_forward.candidates(spec, replace(request, queries=1000 + n), card)
+            plan_backward.candidates(spec, replace(request, queries=1000 + n), card, KEYS)
+            taken.append(time.perf_counter() - start)
+        assert sorted(taken)[5] < 0.05, f"{name}: {sorted(taken)[5] * 1e3:.1f} ms, and nothing is compiled"
 
 
 def test_devices_have_what_the_model_needs() -> None:
