@@ -1,8 +1,8 @@
 """How long a kernel will take, and how many registers: a model of one processor, from a handful of constants.
 
-    >>> work = Work("forward", 128, 128, Contents(2, 2, 2))
-    >>> steps(work, Tile(128, 64, 128, 128, warps=4, stages=2), device("h200"), 98 * 1024).cycles        # for 128x64 scores
-    1926.9...
+    >>> work = Work("forward", 128, 128, Contents(2, 2, 2, barriers=True))
+    >>> round(steps(work, Tile(128, 64, 128, 128, warps=4, stages=2), device("h200"), 98 * 1024).cycles)        # for 128x64 scores
+    1959
 
 One step of a program is one tile. It needs the tensor cores, the other lanes (exponentials, the programs' arithmetic), shared memory and
 the shared cache for some cycles each. R programs on a processor overlap, so of each R steps the busiest unit is busy all the time and the

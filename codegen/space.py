@@ -28,6 +28,8 @@ SPARE = 0.92
 """The share of its registers that it may be predicted to take: the model is good to about thirty."""
 SPARE_AMD = 0.57
 """The same on AMD, where the model is coarser."""
+SMALLER = 0.9
+"""Of the shared memory of a plan that was refused, what the next one may take at most."""
 HOPELESS = 1.5
 """So many times its registers: kernels that read at indices that are read spill then, even by a model that sees too much in them."""
 _ROWS = (16, 32, 64, 128)
@@ -158,7 +160,7 @@ def descending(choices: Sequence[Choice], make: Callable[[Shape], KernelPlan]) -
         f"known to compile well, the first {rest}" if first.listed == 0 else f"predicted fastest {rest}"
     out = [_because(first, f"{why}; bound by {first.step.busiest}, {first.step.blocks} programs a processor")]
     for one in (*choices[1:], min(choices, key=lambda c: (c.plan.shared, c.plan.registers))):
-        if one.plan.shared < out[-1].shared and one.plan.block_m * one.plan.block_n <= out[-1].block_m * out[-1].block_n:
+        if one.plan.shared <= SMALLER * out[-1].shared and one.plan.block_m * one.plan.block_n <= out[-1].block_m * out[-1].block_n:
             out.append(_because(one, "the next smaller one, should the device refuse the larger"))
     if len(out) == 1:
         shape = (16, 16, 2 if _shape(out[0])[:3] == (16, 16, 4) else 4, 1)

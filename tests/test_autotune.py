@@ -140,7 +140,7 @@ DAMAGE: dict[str, Callable[[str], str]] = {
     "empty": lambda t: "",
     "not a record": lambda t: cache._sealed("[1, 2]\n"),
     "not JSON": lambda t: cache._sealed("{\n"),
-    "a winner that is none": lambda t: cache._sealed(json.dumps(record(t) | {"winner": [64, "64", 4, 2]}) + "\n"),
+    "a winner that is none": lambda t: cache._sealed(json.dumps(record(t) | {"winner": [64, [64], 4, 2]}) + "\n"),
     "a shape that nobody offers": lambda t: cache._sealed(json.dumps(record(t) | {"winner": [48, 48, 4, 2]}) + "\n"),
     "of another device": lambda t: cache._sealed(json.dumps(record(t) | {"device": "another"}) + "\n"),
     "of another version": lambda t: cache._sealed(json.dumps(record(t) | {"triton": "0.0"}) + "\n"),
