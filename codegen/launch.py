@@ -251,7 +251,7 @@ class _Ladder:
         self.spec, self.plans, self.sizes, self.tuned, self.key = spec, list(plans), sizes, tuned, key
         self.call = recorded(operands, sizes)
         self.bound: Run | None = None
-        self.failure: Unsupported | None = None
+        self.failure = ""
 
     def run(self, operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch; on the first call look for the fastest plan if asked to, and climb down until one is taken.
@@ -261,8 +261,8 @@ class _Ladder:
         """
         if self.bound is not None:
             return self.bound(operands, seed)
-        if self.failure is not None:
-            raise self.failure
+        if self.failure:
+            raise Unsupported(self.failure)
 
         def attempt(plan: KernelPlan) -> tuple[Run, tuple[torch.Tensor, torch.Tensor]]:
             bound = bind(function(self.spec, plan, self.call), emit(self.spec, plan), plan, self.spec, self.sizes, operands)
@@ -278,7 +278,7 @@ class _Ladder:
             try:
                 self.bound, result = first_that_runs(self.plans, attempt)
             except Unsupported as problem:
-                self.failure = problem
+                self.failure = str(problem)         # the exception itself would keep the operands alive
                 raise
         return result
 

@@ -178,7 +178,7 @@ class _Backward:
     def __init__(self, spec: AttentionSpec, sizes: tuple[int, ...], needs: tuple[bool, ...], wanted: Task,
                  plans: Mapping[Job, tuple[KernelPlan, ...]], call: header.Call, device: torch.device,
                  tuned: Mapping[Job, Tuned] | None = None) -> None:
-        self.tuned, self.failure = dict(tuned or {}), None
+        self.tuned, self.failure = dict(tuned or {}), ""
         self.spec, self.sizes, self.needs, self.task, self.call, self.device = spec, sizes, needs, wanted, call, device
         self.named = dict(zip(spec.size_names, sizes, strict=True))
         self.plans = {job: list(some) for job, some in plans.items()}
@@ -282,8 +282,8 @@ class _Backward:
         """Run one kernel; on the first call look for the fastest plan if asked to, and climb down until one is taken."""
         if job in self.bound:
             return self.bound[job](tensors)
-        if self.failure is not None:
-            raise self.failure
+        if self.failure:
+            raise Unsupported(self.failure)
 
         def attempt(plan: KernelPlan, into: Mapping[object, torch.Tensor | None] = tensors) -> Bound:
             bound = self._bind(job, plan, into, operands)
@@ -303,7 +303,7 @@ class _Backward:
         try:
             self.bound[job] = launch.first_that_runs(self.plans[job], attempt)
         except Unsupported as problem:
-            self.failure = problem
+            self.failure = str(problem)
             raise
         return None
 
