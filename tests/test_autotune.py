@@ -272,6 +272,7 @@ def test_a_lost_context_is_not_passed_over(play: Callable[..., Machine]) -> None
     machine.spoil = lost
     with pytest.raises(RuntimeError, match="illegal"):
         call()
+    assert len(machine.ran) == 1, "no other plan is tried on it"
 
 
 def test_the_random_state_is_as_it_was(play: Callable[..., Machine]) -> None:
