@@ -160,7 +160,9 @@ def _across(kind: Sweep, tile: Tile, held: Contents, wide: bool, unit: Unit) -> 
     scores = tile.block_m * tile.block_n
     if held.indirect:
         return scores * (4 if kind == "forward" and wide and tile.warps == 4 and tile.block_n >= 64 else 8)
-    return scores * (4 if held.reads and tile.stages == 1 and unit in ("mma", "mfma") else held.stores)
+    if kind == "keys" and wide and unit == "tcgen05":
+        return scores * held.narrow
+    return scores * (4 if held.reads and tile.stages == 1 and (unit in ("mma", "mfma") or kind == "tiles") else held.stores)
 
 
 def _amd(kind: Sweep, tile: Tile, held: Contents) -> int:
@@ -172,7 +174,7 @@ def _amd(kind: Sweep, tile: Tile, held: Contents) -> int:
     buffers = (tile.stages - 1) * sum(staged.values())
     through = kind != "forward" or m >= 64 or min(n, tile.block_e) <= 16 or size == 4
     weights = m * n * size if through else 0
-    across = m * n * 8 if held.indirect else m * n * 4 if held.reads else 0
+    across = m * n * (8 if held.indirect else 0 if not held.reads else 4 if kind == "forward" else held.reads)
     once = [*loose.values(), weights, across]
     first = m * tile.block_d * held.qk if kind != "keys" else n * tile.block_d * held.qk
     other = kept - first
@@ -190,4 +192,4 @@ def _tiles(tile: Tile, held: Contents, unit: Unit) -> int:
     if unit == "mfma" or held.split and not wide:
         return max(q, k, v, do, _across("tiles", tile, held, wide, unit))
     both = max(q + k, v + do, q + do if wide else 0) * (_PARTS if held.split else 4) // 4
-    return max(both, m * n * 8 if held.indirect else 0) + (_BARRIERS if wide else 0)
+    return max(both, _across("tiles", tile, held, wide, unit)) + (_BARRIERS if wide else 0)
