@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnfuse
 from attnfuse import ops, tiling, walker, weighing
@@ -134,6 +135,19 @@ def test_second_derivatives_and_tangents_are_errors(seed: int) -> None:
         grad.sum().backward()
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(call, (operands[0].detach(),), (operands[0].detach(),))
+
+
+def test_flops(seed: int) -> None:
+    """One product forward; backward the scores twice, and two more for queries and keys."""
+    spec, operands, sizes, drop, stats = prepared(BY_NAME["plain"], Shape((2, 3), 5, 7, 4, 8), seed)
+    args = ([t.requires_grad_() for t in operands], stats, list(sizes), drop, spec.to_json())
+    with FlopCounterMode(display=False) as forward:
+        out = torch.ops.attnfuse.weights(*args)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    one = 2 * 2 * 3 * 5 * 7 * 4
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (one, 4 * one)
+    assert operands[2].grad is None, "the values have no part in their weights"
 
 
 # ---- whole programs
