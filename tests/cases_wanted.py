@@ -250,6 +250,13 @@ def weights_stacked(q, k, v):
 
 
 @case(reason=Reason.WEIGHTS_USED)
+def weights_flipped_there_and_back(q, k, v):
+    """no view of the op's result"""
+    p = weighed(q, k).flip(-2)
+    return p.flip(-2) @ v, p
+
+
+@case(reason=Reason.WEIGHTS_USED)
 def weights_shared_by_heads(q, k, v):
     p = (q[:, 0] @ t(k[:, 0])).softmax(-1)
     return p[:, None] @ v, p
