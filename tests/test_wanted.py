@@ -222,7 +222,15 @@ def test_checkpointing_draws_the_same_again(reentrant: bool, seed: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+def last_of_three(q: Tensor, k: Tensor, v: Tensor) -> Outputs:
+    for _ in range(3):
+        p = causal(q, k)
+        q = p @ v + 1.0
+    return q, p.amax(-1)
+
+
 @pytest.mark.parametrize("fn, products, count", [
+    (last_of_three, 3, 1),
     (lambda q, k, v: (causal(q, k) @ v, v), 1, 0),
     (lambda q, k, v: ((p := causal(q, k)) @ v, p @ v.cos()), 2, 0),
     (lambda q, k, v: ((p := causal(q, k)) @ v, p @ v.cos(), p.amax()), 2, 1),
@@ -231,7 +239,7 @@ def test_checkpointing_draws_the_same_again(reentrant: bool, seed: int) -> None:
     (lambda q, k, v: (causal(causal(q, k) @ v, k) @ v, v), 2, 0),
     (lambda q, k, v: (((p := causal(q, k)) - 0.3 * causal(k, q)) @ v, p.amax(-1)), 2, 1),
     (lambda q, k, v: ((((p := causal(q, k)) @ v) @ k.mT + p).softmax(-1) @ v, v), 2, 1),
-], ids=["nobody", "another product", "another product and a maximum", "a product of a product", "that and a sum", "the next layer", "a difference",
+], ids=["the last of equal layers", "nobody", "another product", "another product and a maximum", "a product of a product", "that and a sum", "the next layer", "a difference",
         "the next layer's bias"])
 def test_only_what_is_read_is_computed(fn: Callable[..., Outputs], products: int, count: int, seed: int) -> None:
     """Two products of the same weights are two attentions, of which neither writes its weights; nothing is computed as it was written too."""
