@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule
 
 from .report import Report, Site, dump, merge
+from . import tuning
 from .settings import NAMES, Settings, resolve
 from .traffic import Call
 
@@ -52,6 +53,8 @@ def analyse(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
         from attnfuse.passes import pipeline
         gm, report = pipeline.run(gm, settings)
         report.sites = [_predicted(site) for site in report.sites]
+        if settings.autotune:
+            tuning.ask(site.spec for site in report.sites)
     except Exception as e:
         if settings.strict:
             raise

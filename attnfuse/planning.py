@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import roofline
-from .codegen import plan_backward, predict
+from .codegen import plan_backward, plan_forward, predict
 from .codegen.devices import CARDS, device as device_named
 from .codegen.jobs import Job
-from .codegen.plan import HALF, candidates
+from .codegen.plan import HALF, KernelPlan
+from .codegen.space import Choice
 from .codegen.tiles import KIB, Device
 from .program import DOT, WEIGHT, Expr, apply, axis, const, le, mul, where
 from .spec import Access, AttentionSpec, Operand, dtype_of
@@ -23,6 +25,8 @@ from .traffic import size
 
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "half": "float16", "float16": "float16", "fp32": "float32",
           "float32": "float32"}
+_SHOWN = 8
+"""Plans in a table."""
 LARGEST = 256
 """The widest head that the kernels hold."""
 
@@ -114,17 +118,23 @@ def plan_text(shape: Shape, dtype: str, device: str, backward: bool = False) -> 
     lines = [f"{shape}, {name}{', causal' if shape.causal else ''}{f', dropout {shape.dropout:g}' if shape.dropout else ''}",
              f"on {_device_line(card)}", "", "forward"]
     request = predict.assumed(spec, sizes, card)
-    lines += _candidates([predict.forward(spec, sizes, bytes_, card, p) for p in candidates(spec, request, card)], card)
+    found = plan_forward.choices(spec, request, card)
+    chosen = plan_forward.candidates(spec, request, card)[0]
+    lines += _candidates([predict.forward(spec, sizes, bytes_, card, p) for p in _shown(chosen, found)], card, len(found))
     if backward:
-        kinds = {"keys": Job("keys", key=True, value=True), "queries": Job("queries", query=True)}
-        for chosen in predict.backward(spec, sizes, bytes_, [True] * 3, card):
-            lines += ["", f"backward, kernel of the {chosen.name}"]
-            if chosen.name in kinds:
-                plans = plan_backward.candidates(spec, request, card, kinds[chosen.name])
-                lines += _candidates([chosen], card, others=[str(p) for p in plans[1:]])
-            else:
-                lines.append(f"  it only streams: {size(chosen.moved)}{_time(chosen)}")
+        for kind, job in (("keys", Job("keys", key=True, value=True)), ("queries", Job("queries", query=True))):
+            found = plan_backward.choices(spec, request, card, job)
+            chosen = plan_backward.candidates(spec, request, card, job)[0]
+            rows, *kernels = zip(*(predict.backward(spec, sizes, bytes_, [True] * 3, card, {kind: p}) for p in _shown(chosen, found)), strict=True)
+            if kind == "keys":
+                lines += ["", "backward, kernel of the rows", f"  it only streams: {size(rows[0].moved)}{_time(rows[0])}"]
+            lines += ["", f"backward, kernel of the {kind}", *_candidates(list(kernels[kind == "queries"]), card, len(found))]
     return "\n".join(lines)
+
+
+def _shown(chosen: KernelPlan, found: Sequence[Choice]) -> list[KernelPlan]:
+    """The chosen plan with its reasons, and those that were ranked behind it."""
+    return [chosen, *(c.plan for c in found[1:_SHOWN])]
 
 
 def _device_line(card: Device) -> str:
@@ -133,22 +143,23 @@ def _device_line(card: Device) -> str:
     return f"{card.name}: {card.shared // KIB} KB of shared memory a block, {card.registers} registers a thread, {card.processors} processors{rates}"
 
 
-def _candidates(found: list[predict.Prediction], card: Device, others: list[str] | None = None) -> list[str]:
-    """A table of plans, the chosen one first, and what there is to say of that one."""
-    rows = [("", "tile", "warps", "stages", "shared", "registers", "traffic", "uncached", "at least")]
+def _candidates(found: list[predict.Prediction], card: Device, fitting: int) -> list[str]:
+    """A table of plans, the chosen one first, and what there is to say of that one; `fitting` is how many plans there are."""
+    rows: list[tuple[str, ...]] = [("", "tile", "warps", "stages", "shared", "registers", "traffic", "uncached", "predicted", "at least")]
     for n, one in enumerate(found):
         p = one.plan
         assert p is not None
         rows.append(("chosen" if n == 0 else f"or {n + 1}", f"{p.block_m}x{p.block_n}", str(p.warps), str(p.stages), f"{p.shared / KIB:.1f} KB",
-                     str(p.registers), size(one.moved), size(one.most), "" if one.seconds is None else _seconds(one.seconds)))
+                     str(p.registers), size(one.moved), size(one.most), *("" if t is None else _seconds(t) for t in (one.expected, one.seconds))))
     widths = [max(len(r[c]) for r in rows) for c in range(len(rows[0]))]
     lines = ["  " + "  ".join(f"{x:>{w}}" for x, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     best = found[0]
     assert best.plan is not None
     lines += [f"  why: {reason}" for reason in best.plan.reasons]
+    if fitting > len(found):
+        lines.append(f"  and {fitting - len(found)} more that fit")
     if card.peak and len(found) > 1:
-        lines.append("  the planner's order: measured fastest, or compiled without spilling, first; 'at least' is what the roofline allows")
-    lines += [f"  or {other}" for other in others or ()]
+        lines.append("  'predicted' is by a model of one processor, good to some 15 % where it was measured; 'at least' is what the roofline allows")
     arithmetic = f"{best.flops / 1e9:.4g} GFLOP, {best.intensity:.4g} FLOPs a byte"
     if card.peak:
         bound = "arithmetic" if best.intensity > roofline.ridge_point(card.peak, card.bandwidth) else "memory traffic"

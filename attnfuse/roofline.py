@@ -68,7 +68,7 @@ def flash_blocks(d: int, M: int) -> tuple[int, int]:
     """(B_r, B_c), rows of queries and of keys of a tile in FlashAttention: B_c = ⌈M/4d⌉, B_r = min(B_c, d) (Algorithm 1, line 1).
 
     It is the largest tile of which K and V, Q and O, and the scores each fill no more than a quarter of the fast memory: B_c·d, B_r·d and
-    B_r·B_c are all at most M/4. Our own planner counts what a kernel holds instead (`attnfuse.codegen.tiles.footprint`): results and
+    B_r·B_c are all at most M/4. Our own planner counts what a kernel holds instead (`attnfuse.codegen.memory`): results and
     scores lie in registers, and K and V are buffered several times.
     """
     _check(d=d, M=M)

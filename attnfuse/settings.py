@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "strict": (False, True),
     "fully_masked_rows": ("as_written", "zero"),
     "executor": ("auto", "torch", "triton"),
+    "autotune": (False, True),
 }
 """The allowed values of every setting that has a list of them."""
 
@@ -42,12 +43,15 @@ class Settings:
         strict: raise where the analysis fails, instead of keeping the graph as it was, warning and reporting it.
         fully_masked_rows: a row with no allowed key is what the model wrote (``"as_written"``), or zero (``"zero"``).
         executor: ``"triton"`` for generated kernels, ``"torch"`` for the tiled loop in PyTorch, ``"auto"`` for the best on the device.
+        autotune: on a GPU, time the few plans that are predicted fastest at the first call of a class of shapes, and keep the winner on disk
+            for later processes.
         dump: a folder for every graph before and after each pass, and its report as JSON; None writes nothing.
     """
 
     strict: bool = False
     fully_masked_rows: Literal["as_written", "zero"] = "as_written"
     executor: Literal["auto", "torch", "triton"] = "auto"
+    autotune: bool = False
     dump: str | None = None
 
     def __post_init__(self) -> None:

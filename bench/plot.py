@@ -1,7 +1,10 @@
-"""Bars of a benchmark's TFLOP/s beside its peers: `python -m bench.plot` reads results/forward.csv and writes results/forward.png."""
+"""Pictures of results: `python -m bench.plot` reads results/forward.csv and writes results/forward.png, bars of TFLOP/s beside the peers;
+`python -m bench.plot variants [folder]` reads variants.csv and writes variants.png, how much longer the peers take."""
 from __future__ import annotations
 
 import csv
+import sys
+from pathlib import Path
 
 import matplotlib
 
@@ -10,6 +13,7 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first)
 
 from bench.common import RESULTS, forward_flops  # noqa: E402
 
+PEERS = {"inductor": "inductor, same code", "flex": "FlexAttention", "flex_max": "FlexAttention, max-autotune"}
 NAMES = {"attnfuse": "attnfuse", "inductor": "inductor, same code", "cudnn": "cuDNN", "fa2": "FlashAttention 2"}
 
 
@@ -35,5 +39,39 @@ def main() -> None:
     figure.savefig(RESULTS / "forward.png", dpi=130)
 
 
+def variants(folder: Path = RESULTS) -> None:
+    """A panel for each pass, a group of bars for each variant: the peers' times over attnfuse's, so that above 1 attnfuse is faster."""
+    with open(folder / "variants.csv") as f:
+        title = f.readline().strip("# \n")
+        rows = list(csv.DictReader(f))
+    passes = list(dict.fromkeys(r["pass"] for r in rows))
+    peers = {n: label for n, label in PEERS.items() if any(r.get(f"{n}/attnfuse") for r in rows)}
+    figure, panels = plt.subplots(len(passes), 1, figsize=(10, 3.2 * len(passes)), squeeze=False)
+    for axes, step in zip(panels[:, 0], passes, strict=True):
+        own = [r for r in rows if r["pass"] == step]
+        for k, (name, label) in enumerate(peers.items()):
+            found = [(n + (k - (len(peers) - 1) / 2) * 0.8 / len(peers), float(r[f"{name}/attnfuse"])) for n, r in enumerate(own) if r.get(f"{name}/attnfuse")]
+            axes.bar([p for p, _ in found], [r - 1.0 for _, r in found], 0.76 / len(peers), bottom=1.0, label=label, linewidth=0)
+            for x, y in found:
+                axes.text(x, y * (1.05 if y > 1 else 0.95), f"{y:.2g}", ha="center", va="bottom" if y > 1 else "top", fontsize=6)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low / 1.3, high * 2.0)           # room for the numbers and the legend
+        axes.set_xlim(-0.6, len(own) - 0.4)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+        axes.set_xticks(range(len(own)), [r["variant"].replace(", ", ",\n") for r in own], fontsize=7)
+        axes.set_ylabel(f"time / attnfuse's\n{step}", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_title(title, fontsize=9)
+    panels[0, 0].legend(frameon=False, ncols=3, fontsize=8, loc="upper left")
+    figure.tight_layout()
+    figure.savefig(folder / "variants.png", dpi=130)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["variants"]:
+        variants(*map(Path, sys.argv[2:3]))
+    else:
+        main()

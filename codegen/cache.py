@@ -1,4 +1,5 @@
-"""Generated source on disk: ``<readable name>_<key8>.py`` in the user's cache folder, safe for many processes at once.
+"""Generated source, and what was measured, on disk: in the user's cache folder, ``<readable name>_<key8>.py`` and ``tuned_<key16>.json``, safe
+for many processes at once.
 
 The key covers the spec, the plan, the versions and the generator's own source, so a file never outlives what made it.
 The last line of a file is a digest of the rest: what was cut short or edited is written again.
@@ -54,12 +55,34 @@ def key(spec: AttentionSpec, plan: KernelPlan, versions: dict[str, str], job: st
 
 def store(name: str, make: Callable[[], str]) -> Path:
     """The path of the file `name`, written from `make()` unless an intact one is there."""
+    return _somewhere(f"{name}.py", make, again=False)
+
+
+def keep(name: str, text: str) -> Path:
+    """The path of a file with its own ending that now holds `text`; readers see the old text or the new one."""
+    return _somewhere(name, lambda: text, again=True)
+
+
+def kept(name: str) -> str | None:
+    """What `keep` wrote, by this process or another; None where there is nothing, or not what was once written completely."""
+    for base in (folder(), *([_fallback()] if _fallback.cache_info().currsize else [])):
+        path = base / name
+        try:
+            if _intact(path):
+                return path.read_text(encoding="utf-8").rpartition(_MARK)[0]
+        except OSError:
+            continue
+    return None
+
+
+def _somewhere(name: str, make: Callable[[], str], again: bool) -> Path:
+    """Write a file, over an intact one only with `again`; in a temporary folder where the user's can't be written."""
     for place in (folder(), _fallback):
         base = place if isinstance(place, Path) else place()
         try:
             base.mkdir(parents=True, exist_ok=True)
-            path = base / f"{name}.py"
-            if not _intact(path):
+            path = base / name
+            if again or not _intact(path):
                 _write(path, make())
             return path
         except OSError as problem:

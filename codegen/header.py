@@ -55,12 +55,13 @@ def visited(spec: AttentionSpec, sizes: dict[str, int], block_m: int) -> float:
     return total / (len(picked) * keys)
 
 
-def request_of(spec: AttentionSpec, sizes: dict[str, int], wide: bool, precision: str, described: tuple[str, ...] = ()) -> Request:
+def request_of(spec: AttentionSpec, sizes: dict[str, int], wide: bool, precision: str, described: tuple[str, ...] = (),
+               uneven: tuple[str, ...] = ()) -> Request:
     """What the planner needs to know of a call."""
     batch = 1
     for name in spec.batch:
         batch *= sizes[name]
-    return Request(batch, sizes["i"], sizes["j"], sizes["d"], sizes["e"], wide, precision, described)
+    return Request(batch, sizes["i"], sizes["j"], sizes["d"], sizes["e"], wide, precision, described, uneven)
 
 
 def render(spec: AttentionSpec, plan: KernelPlan, kernel: Kernel, call: Call) -> str:

@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 
+from .. import tuning
 from ..program import Expr, walk
 from ..reference import check_call
 from ..spec import AttentionSpec, dtype_of
 from ..tilemap import Mask
-from . import cache, header
+from . import autotune, cache, header
 from .arguments import Unsupported, number
 from .emission import Kernel
+from .fallback import first_that_runs, preferring
 from .forward import emit
-from .plan import KernelPlan, candidates
-from .reads import described, descriptor, descriptor_like
+from .plan import KernelPlan, Request
+from .plan_forward import candidates, choices
+from .reads import described, descriptor, descriptor_like, uneven
+from .space import class_of
 from .tiles import Device, present
 
 __all__ = ["Unsupported", "forward", "backward", "weights", "source", "bind", "plans", "check_supported"]
@@ -123,10 +127,13 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
         Unsupported: as of `check_supported`.
     """
     check_supported(spec, operands, sizes)
-    named = dict(zip(spec.size_names, sizes, strict=True))
+    return candidates(spec, request_for(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), device), device)
+
+
+def request_for(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int], device: Device) -> Request:
+    """What the planner may know of a call."""
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand], "v": operands[spec.value.operand]}
-    request = header.request_of(spec, named, is_wide(spec, operands, named), precision(device), described(spec, named, own))
-    return candidates(spec, request, device)
+    return header.request_of(spec, sizes, is_wide(spec, operands, sizes), precision(device), described(spec, sizes, own), uneven(spec, own))
 
 
 def aligned(operands: Sequence[torch.Tensor]) -> tuple[bool, ...]:
@@ -220,10 +227,20 @@ def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: tuple
         return _nothing(spec, named, device)
     if device.type != "cuda" and not interpreting():
         raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")
-    offered = plans(spec, operands, sizes, present(device))
+    entry = present(device)
+    request = request_for(spec, operands, named, entry)
+    offered = candidates(spec, request, entry)
     for plan in offered:
         emit(spec, plan)                # an index map that no kernel can follow shows here, before anything runs
-    return _Ladder(spec, offered, sizes, operands).run
+    if not tuning.asked(spec) or not autotune.possible(device):
+        return _Ladder(spec, offered, sizes, operands).run
+    ranked = [c.plan for c in choices(spec, request, entry)]
+    return _Ladder(spec, offered, sizes, operands, ranked, autotune.Key.of(spec, "", class_of_call(request, entry), entry.name)).run
+
+
+def class_of_call(request: Request, device: Device) -> tuple[object, ...]:
+    """What a measured plan holds for beside the attention: the class of lengths, and how the tensors lie."""
+    return (*class_of(request, device), request.depth, request.value_depth, request.wide, request.precision, request.described, request.uneven)
 
 
 def _nothing(spec: AttentionSpec, sizes: dict[str, int], device: torch.device) -> Run:
@@ -242,37 +259,46 @@ def _allocate(spec: AttentionSpec, sizes: dict[str, int], device: torch.device) 
 
 
 class _Ladder:
-    """Plans in order of preference; one that the device turns out not to hold is left for the next, for good."""
+    """Plans in order of preference; one that the device turns out not to hold is left for the next, for good.
+
+    `tuned` are the plans among which the fastest is looked for at the first call, none where nothing is to be timed.
+    """
 
     def __init__(self, spec: AttentionSpec, plans: tuple[KernelPlan, ...], sizes: tuple[int, ...],
-                 operands: Sequence[torch.Tensor]) -> None:
-        self.spec, self.plans, self.sizes = spec, list(plans), sizes
+                 operands: Sequence[torch.Tensor], tuned: Sequence[KernelPlan] = (), key: autotune.Key | None = None) -> None:
+        self.spec, self.plans, self.sizes, self.tuned, self.key = spec, list(plans), sizes, tuned, key
         self.call = recorded(operands, sizes)
         self.bound: Run | None = None
+        self.failure = ""
 
     def run(self, operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch; on the first call climb down until a plan is taken."""
+        """Launch; on the first call look for the fastest plan if asked to, and climb down until one is taken.
+
+        Raises:
+            Unsupported: the device, or its compiler, takes none of the plans.
+        """
         if self.bound is not None:
             return self.bound(operands, seed)
-        while True:
-            plan = self.plans[0]
+        if self.failure:
+            raise Unsupported(self.failure)
+
+        def attempt(plan: KernelPlan) -> tuple[Run, tuple[torch.Tensor, torch.Tensor]]:
             bound = bind(function(self.spec, plan, self.call), emit(self.spec, plan), plan, self.spec, self.sizes, operands)
+            return bound, bound(operands, seed)
+
+        def trial(plan: KernelPlan) -> tuple[Callable[[], object], Sequence[torch.Tensor]]:
+            bound, (out, _) = attempt(plan)
+            return (lambda: bound(operands, seed)), [out]
+
+        with autotune.on(operands[self.spec.query.operand].device):
+            if self.key is not None and self.tuned:
+                self.plans = preferring(autotune.choose(self.key, self.tuned, trial, autotune.tolerance(self.spec)), self.plans)
             try:
-                result = bound(operands, seed)
-            except Exception as problem:
-                if len(self.plans) == 1 or not too_large(problem):
-                    raise
-                self.plans.pop(0)
-                continue
-            self.bound = bound
-            return result
-
-
-def too_large(problem: Exception) -> bool:
-    """Whether the device, or the assembler on its behalf, refused the resources of a kernel."""
-    from triton.runtime.errors import OutOfResources, PTXASError
-
-    return isinstance(problem, (OutOfResources, PTXASError))
+                self.bound, result = first_that_runs(self.plans, attempt)
+            except Unsupported as problem:
+                self.failure = str(problem)         # the exception itself would keep the operands alive
+                raise
+        return result
 
 
 def function(spec: AttentionSpec, plan: KernelPlan, call: header.Call) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .. import tuning
 from ..adjoint import ZERO, adjoint
 from ..elements import Elements
 from ..program import axis, const, loads
@@ -21,19 +22,21 @@ from ..reference import check_call
 from ..spec import Access, AttentionSpec
 from ..tilemap import mapped
 from ..walker import backward_extra_terms
-from . import cache, header, launch
+from . import autotune, cache, header, launch
 from .arguments import Unsupported, number
 from .backward import emit
 from .chain import chain, flat, row_buffers, sweeps
 from .diagonals import at_distance, by_distance, summed
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
-from .plan import KernelPlan
-from .plan_backward import candidates
-from .reads import described
+from .plan import KernelPlan, Request
+from .plan_backward import candidates, choices
+from .reads import described, uneven
 from .tiles import Device, present
 
 Gradients = list["torch.Tensor | None"]
+Bound = Callable[[Mapping[object, "torch.Tensor | None"]], None]
+Tuned = tuple[Sequence[KernelPlan], autotune.Key]
 Run = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, "torch.Tensor | None"], Gradients]
 
 _runs: dict[object, Run] = {}
@@ -119,10 +122,15 @@ def task(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Mapping[s
 def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,
           job: Job) -> tuple[KernelPlan, ...]:
     """The plans of one kernel that fit, best first; `tensors` are grad_out and the result."""
+    return candidates(spec, request_for(spec, tensors, operands, sizes, device), device, job)
+
+
+def request_for(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int],
+                device: Device) -> Request:
+    """What the planner may know of a call."""
     wide = launch.is_wide(spec, operands, dict(sizes), tensors)
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand], "v": operands[spec.value.operand], "do": tensors[0]}
-    request = header.request_of(spec, dict(sizes), wide, launch.precision(device), described(spec, sizes, own))
-    return candidates(spec, request, device, job)
+    return header.request_of(spec, dict(sizes), wide, launch.precision(device), described(spec, sizes, own), uneven(spec, own))
 
 
 # ---- preparing and launching
@@ -154,18 +162,27 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
         wanted = Task()
     if wanted.jobs and device.type != "cuda" and not launch.interpreting():
         raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")
-    offered = {job: plans(spec, (grad_out, out), operands, named, present(device), job) for job in wanted.jobs}
+    entry = present(device)
+    request = request_for(spec, (grad_out, out), operands, named, entry)
+    offered = {job: candidates(spec, request, entry, job) for job in wanted.jobs}
     for job, some in offered.items():
         for plan in some:
             emit(spec, plan, job)      # what no kernel can follow shows here, before anything runs
-    return _Backward(spec, sizes, needs, wanted, offered, launch.recorded(operands, sizes), device).run
+    tuned: dict[Job, Tuned] = {}
+    if tuning.asked(spec) and autotune.possible(device):
+        where = launch.class_of_call(request, entry)
+        tuned = {job: ([c.plan for c in choices(spec, request, entry, job)], autotune.Key.of(spec, repr(job), where, entry.name))
+                 for job in wanted.jobs if job.kind != "rows"}
+    return _Backward(spec, sizes, needs, wanted, offered, launch.recorded(operands, sizes), device, tuned).run
 
 
 class _Backward:
     """One layout's backward pass: buffers, then the kernels, each on the first of its plans that the device holds."""
 
     def __init__(self, spec: AttentionSpec, sizes: tuple[int, ...], needs: tuple[bool, ...], wanted: Task,
-                 plans: Mapping[Job, tuple[KernelPlan, ...]], call: header.Call, device: torch.device) -> None:
+                 plans: Mapping[Job, tuple[KernelPlan, ...]], call: header.Call, device: torch.device,
+                 tuned: Mapping[Job, Tuned] | None = None) -> None:
+        self.tuned, self.failure = dict(tuned or {}), ""
         self.spec, self.sizes, self.needs, self.task, self.call, self.device = spec, sizes, needs, wanted, call, device
         self.named = dict(zip(spec.size_names, sizes, strict=True))
         self.plans = {job: list(some) for job, some in plans.items()}
@@ -266,24 +283,41 @@ class _Backward:
         return total.to(operand.dtype)  # type: ignore[union-attr]
 
     def _launch(self, job: Job, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> None:
-        """Run one kernel; on the first call climb down until a plan is taken."""
+        """Run one kernel; on the first call look for the fastest plan if asked to, and climb down until one is taken."""
         if job in self.bound:
             return self.bound[job](tensors)
-        while True:
-            plan = self.plans[job][0]
-            bound = self._bind(job, plan, tensors, operands)
-            try:
-                bound(tensors)
-            except Exception as problem:
-                if len(self.plans[job]) == 1 or not launch.too_large(problem):
-                    raise
-                self.plans[job].pop(0)
-                continue
-            self.bound[job] = bound
-            return None
+        if self.failure:
+            raise Unsupported(self.failure)
+
+        def attempt(plan: KernelPlan, into: Mapping[object, torch.Tensor | None] = tensors) -> Bound:
+            bound = self._bind(job, plan, into, operands)
+            bound(into)
+            return bound
+
+        if job in self.tuned:
+            plans, key = self.tuned[job]
+            scratch = {n: _scratch_like(t) if n in self._written(job) and t is not None else t for n, t in tensors.items()}
+
+            def trial(plan: KernelPlan) -> tuple[Callable[[], object], Sequence[torch.Tensor]]:
+                bound = attempt(plan, scratch)
+                return (lambda: bound(scratch)), [scratch[n] for n in self._written(job)]  # type: ignore[misc]  # all are there
+
+            winner = autotune.choose(key, plans, trial, autotune.tolerance(self.spec))
+            self.plans[job] = launch.preferring(winner, self.plans[job])
+        try:
+            self.bound[job] = launch.first_that_runs(self.plans[job], attempt)
+        except Unsupported as problem:
+            self.failure = str(problem)
+            raise
+        return None
+
+    def _written(self, job: Job) -> tuple[str, ...]:
+        """The names of what a kernel writes, other than that of the rows."""
+        roles = {"grad_q": job.query, "grad_k": job.key, "grad_v": job.value}
+        return (*(r.name for r in self.task.roles if roles[r.name]), *(c.label for c in job.captured))
 
     def _bind(self, job: Job, plan: KernelPlan, tensors: Mapping[object, torch.Tensor | None],
-              operands: Sequence[torch.Tensor]) -> Callable[[Mapping[object, "torch.Tensor | None"]], None]:
+              operands: Sequence[torch.Tensor]) -> Bound:
         kernel = emit(self.spec, plan, job)
         integers = numbers(kernel, self.named, operands, tensors)
         call = launch.caller(function(self.spec, plan, job, self.call), kernel, plan, (self._programs(job, plan), 1, 1), integers)
@@ -311,6 +345,11 @@ def numbers(kernel: Any, sizes: Mapping[str, int], operands: Sequence[torch.Tens
 def _scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory that a kernel writes all of."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _scratch_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the same layout, for trials."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def function(spec: AttentionSpec, plan: KernelPlan, job: Job, call: header.Call) -> Any:

@@ -20,9 +20,11 @@ from .arguments import Unsupported
 from .backward import emit
 from .jobs import WEIGHTS
 from .launch_backward import function, numbers
-from .plan import KernelPlan, candidates
+from .plan import KernelPlan
+from .plan_forward import candidates
+from .fallback import first_that_runs
 from .header import request_of
-from .reads import described
+from .reads import described, uneven
 from .tiles import Device, present
 
 _ladders: dict[object, _Ladder] = {}
@@ -63,7 +65,7 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     out = allocate_weights(spec, sizes, torch.empty(0, device="meta"))
     wide = launch.is_wide(spec, operands, named, (out,))
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand]}
-    return candidates(spec, request_of(spec, named, wide, launch.precision(device), described(spec, named, own)), device)
+    return candidates(spec, request_of(spec, named, wide, launch.precision(device), described(spec, named, own), uneven(spec, own)), device)
 
 
 def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: tuple[int, ...]) -> _Ladder:
@@ -113,18 +115,16 @@ class _Ladder:
         return out
 
     def _launch(self, tensors: dict[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> None:
-        while self.bound is None:
-            bound = self._bind(self.plans[0], tensors, operands)
-            try:
-                bound(tensors)
-            except Exception as problem:
-                if len(self.plans) == 1 or not launch.too_large(problem):
-                    raise
-                self.plans.pop(0)
-                continue
-            self.bound = bound
-            return
-        self.bound(tensors)
+        if self.bound is not None:
+            return self.bound(tensors)
+
+        def attempt(plan: KernelPlan) -> Any:
+            bound = self._bind(plan, tensors, operands)
+            bound(tensors)
+            return bound
+
+        self.bound = first_that_runs(self.plans, attempt)
+        return None
 
     def _bind(self, plan: KernelPlan, tensors: dict[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> Any:
         kernel = emit(self.spec, plan, WEIGHTS)

@@ -1,29 +1,35 @@
-"""KernelPlan: how fast one attention is run, as a frozen value with the reasons; `candidates` offers several that fit.
+"""KernelPlan: how fast one attention is run, as a frozen value with the reasons; and what a planner may know of a call and of a spec.
 
 Meaning is in the spec, speed is here. A plan never depends on a length beyond the class it falls into, so a model that
-is called with many lengths keeps few kernels.
-
-    >>> for plan in candidates(spec, request, device): try to launch; on OutOfResources take the next
+is called with many lengths keeps few kernels. Plans are made by `plan_forward` and `plan_backward`, from the shapes of `space`.
 """
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..program import depends, loads
+from ..program import Expr, depends, loads, walk
 from ..ranges import analyse
 from ..spec import AttentionSpec, dtype_of
 from ..tilemap import TILE
-from .tiles import Device, Tile, footprint, padded, traffic, work
+from .estimate import Work
+from .memory import Contents, Sweep
+from .tables import Shape
+from .tiles import Device, traffic, work
 
 HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan may know of a call: sizes by name, whether offsets inside one attention pass 2³¹, how float32 products are
-    taken, and which tensors lie so that a descriptor can read them."""
+    """What a plan may know of a call.
+
+    Attributes:
+        batch, queries, keys, depth, value_depth: the sizes. wide: whether offsets inside one attention pass 2³¹.
+        precision: how float32 products are taken. described: which tensors lie so that a descriptor can read them.
+        uneven: the roles (``q k v do``) whose rows are no multiple of 16 elements apart, so that a thread reads element by element.
+    """
 
     batch: int
     queries: int
@@ -33,6 +39,7 @@ class Request:
     wide: bool = False
     precision: str = "ieee"
     described: tuple[str, ...] = ()
+    uneven: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,138 +105,12 @@ def products(spec: AttentionSpec) -> tuple[str, str]:
     return product_dtype(query, key, spec.qk_dtype), pv
 
 
-Shape = tuple[int, int, int, int]
-Table = tuple[tuple[int, tuple[Shape, ...]], ...]
-
-# (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …] from the preferred one to the one that always fits).
-# The first choices for Hopper were the fastest of five to eight measured on an H200 (4096 tokens; float32: 2048), see bench/NOTES.md.
-# Ampere's were compiled without spilling. Hopper has no tiles of 32 keys beside 64 queries: with biases or gathers tests/sass.py finds
-# products that read wrong descriptors in them.
-_HOPPER: Table = (
-    (64, ((64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((128, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
-)
-_LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048, True), 128: ((128, 64, 4, 2), 0, False)}
-"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles)."""
-_AMPERE: Table = (
-    (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
-)
-# Products of float32 operands: without tensor cores, unrolled (small tiles, many threads); in three bfloat16 parts; in TF32.
-_FLOAT32: Table = (
-    (64, ((64, 32, 8, 1), (32, 32, 8, 1), (32, 16, 4, 1), (16, 16, 4, 1))),
-    (128, ((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1))),
-    (256, ((16, 16, 8, 1), (16, 16, 4, 1))),
-)
-_SPLIT: Table = (
-    (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-)
-_TF32: Table = (
-    (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((32, 32, 8, 1), (16, 16, 4, 1))),
-)
-
-
-_LEAST_VALUE_WIDTH = 64
-"""Narrower value tiles are miscompiled for Hopper by ptxas 12.8.93 without a warning: in a loop whose value tile has rows of
-32 or 64 bytes the shared-memory descriptors of all but the first product are read from registers that hold something else
-(seen as reads out of bounds; tests/sass.py finds it in the machine code, and test_compile_only.py looks at what we ship)."""
-
-
-def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
-    qk, pv = products(spec)
-    if qk not in HALF or pv not in HALF:
-        return {"tf32": _TF32, "bf16x6": _SPLIT}.get(request.precision, _FLOAT32)
-    return _HOPPER if device.asynchronous else _AMPERE
-
-
-def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[KernelPlan, ...]:
-    """Plans that fit the device, the preferred one first, then ever smaller ones: at least two.
-
-    Raises:
-        ValueError: a head dimension above 256.
-    """
-    block_d, block_e = padded(request.depth), padded(request.value_depth)
-    if device.asynchronous:
-        block_e = max(block_e, _LEAST_VALUE_WIDTH)
-    if max(block_d, block_e) > 256:
-        raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernel holds up to 256")
-    table = _table(spec, request, device)
-    limit, shapes = next((limit, rows) for limit, rows in table if max(block_d, block_e) <= limit)
-    if table is _HOPPER and limit in _LARGER_HOPPER and not tile_loads(spec) and not spec.dropouts and spec.tiles is None:
-        larger, keys, bounded = _LARGER_HOPPER[limit]
-        if request.keys >= keys and (bounded or not analyse(spec).bounds):
-            shapes = (larger, *shapes)
-    shapes = within_map(spec, shapes)
-    if gathers(spec) and "float32" in products(spec):
-        shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers
-    out: list[KernelPlan] = []
-    for rank, shape in enumerate(shapes):
-        plan = _fit(spec, request, device, shape, block_d, block_e, rank)
-        if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in out):
-            out.append(plan)
-    for warps in (4, 2):
-        if len(out) < 2 and all((p.block_m, p.block_n, p.warps) != (16, 16, warps) for p in out):
-            out.append(_plan(spec, request, device, (16, 16, warps, 1), block_d, block_e, ("the smallest tile there is",)))
-    return tuple(out)
-
-
 def within_map(spec: AttentionSpec, shapes: Sequence[Shape]) -> tuple[Shape, ...]:
     """The shapes with tiles no larger than those of a map, where the attention comes with one."""
     if spec.tiles is None:
         return tuple(shapes)
     cut = ((min(m, TILE), min(n, TILE), warps, stages) for m, n, warps, stages in shapes)
     return tuple(dict.fromkeys(s for s in cut if s[:2] != (64, 32)))        # which Hopper's table leaves out for its reasons
-
-
-def _fit(spec: AttentionSpec, request: Request, device: Device, shape: Shape, block_d: int, block_e: int,
-         rank: int) -> KernelPlan | None:
-    """One row of the table fitted to the call, or None where it does not fit the device."""
-    block_m, block_n, warps, stages = shape
-    reasons = [f"{block_m}x{block_n} with {warps} warps and {stages} stages: "
-               f"choice {rank + 1} for head dimensions up to {max(block_d, block_e)}"]
-    rows = max(16, padded(request.queries)) if request.queries < block_m else block_m
-    fill = request.batch * math.ceil(max(request.queries, 1) / block_m)
-    if rows < block_m:
-        reasons.append(f"BLOCK_M {rows}: there are no more queries")
-        block_m = rows
-        warps = min(warps, 4) if block_d <= 128 else warps
-    elif block_m == 128 and fill < device.processors and request.queries > 64:
-        reasons.append(f"BLOCK_M 64: tiles of 128 would leave some of {device.processors} processors idle")
-        block_m, warps = 64, max(4, warps // 2)
-    if (tile_loads(spec) or spec.dropouts) and block_m == 128 and warps == 4:
-        reasons.append("8 warps: the programs read or draw a tile of their own, which needs registers")
-        warps = 8
-    if gathers(spec) and max(block_d, block_e) >= 128 and device.asynchronous and block_m >= 64:
-        reasons.append("64x64 with 8 warps: the score program reads at indices that it has read, whose addresses fill registers")
-        block_m, warps, stages = 64, 8, min(stages, 2)
-    elif gathers(spec) and max(block_d, block_e) >= 128 and block_n > 16:
-        reasons.append(f"BLOCK_N {block_n // 2}: the score program reads at indices that it has read, whose addresses fill registers")
-        block_n //= 2
-    plan = _plan(spec, request, device, (block_m, block_n, warps, stages), block_d, block_e, tuple(reasons))
-    return plan if plan.shared <= device.shared else None
-
-
-def _plan(spec: AttentionSpec, request: Request, device: Device, shape: Shape, block_d: int, block_e: int,
-          reasons: tuple[str, ...]) -> KernelPlan:
-    block_m, block_n, warps, stages = shape
-    tile = Tile(block_m, block_n, block_d, block_e, warps, stages)
-    qk_bytes, pv_bytes = element_bytes(spec)
-    if request.precision == "bf16x6":
-        qk_bytes, pv_bytes = (6 if n == 4 else n for n in (qk_bytes, pv_bytes))        # three parts of two bytes
-    cost = footprint(tile, qk_bytes, pv_bytes, tile_loads(spec), device.lanes)
-    if request.wide:
-        reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
-    described = tuple(n for n in reads_by_descriptor(request, device, block_m, block_n) if n != "do")
-    if described:
-        reasons = (*reasons, f"tiles of {', '.join(described)} are fetched by descriptors")
-    return KernelPlan(block_m, block_n, block_d, block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, reasons, cost.shared, cost.registers, described)
 
 
 LEAST_WORK = 2 ** 30
@@ -239,7 +120,7 @@ LEAST_WORK = 2 ** 30
 def reads_by_descriptor(request: Request, device: Device, block_m: int, block_n: int) -> tuple[str, ...]:
     """Which roles the kernels of a plan read by descriptors: those that can be, where that is worth it.
 
-    Not in tiles of fewer than 64 rows: for some of those tests/sass.py finds products that read wrong places (see `_LEAST_VALUE_WIDTH`).
+    Not in tiles of fewer than 64 rows: for some of those tests/sass.py finds products that read wrong places (see `plan_forward.LEAST_VALUE_WIDTH`).
     """
     work = request.batch * request.queries * request.keys * request.depth
     fits = device.boxes and not request.wide and min(block_m, block_n) >= 64
@@ -264,6 +145,57 @@ def gathers(spec: AttentionSpec) -> bool:
     """Whether a program reads at an index that it reads at every (i, j)."""
     outer = [x for e in (spec.score, spec.weight) for x in loads(e)]
     return any({"i", "j"} <= depends(y) for x in outer for a in x.args for y in loads(a))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the resource model needs of the programs: see `memory.Contents` and `estimate.Work`."""
+
+    reads: int
+    narrow: int
+    rows: int
+    columns: int
+    indirect: bool
+    operations: int
+    draws: int
+    bounded: bool
+
+
+@functools.lru_cache(maxsize=512)
+def _facts(spec: AttentionSpec) -> _Facts:
+    size = lambda x: dtype_of(spec.operands[int(x.attr)].dtype).itemsize  # type: ignore[arg-type]  # a load names its operand
+    tiled: Callable[[Expr], bool] = lambda x: {"i", "j"} <= depends(x)
+    found = {x for e in (spec.score, spec.weight) for x in loads(e)}
+    inner = {y for x in found for a in x.args for y in loads(a) if tiled(y)}
+    direct = [x for x in found if tiled(x) and x not in inner and not any(tiled(y) for a in x.args for y in loads(a))]
+    narrow = sum(size(x) for x in direct if size(x) < 4)
+    rows = sum(size(x) for x in found if "i" in depends(x) and "j" not in depends(x))
+    columns = sum(size(x) for x in found if "j" in depends(x) and "i" not in depends(x))
+    operations = sum(1 for e in (analyse(spec).inside, spec.weight) for x in walk(e) if x.args and x.op != "load" and depends(x) & _TILED)
+    return _Facts(sum(map(size, direct)), narrow, rows, columns, gathers(spec), operations, len(spec.dropouts), bool(analyse(spec).bounds))
+
+
+def as_measured(spec: AttentionSpec, request: Request) -> bool:
+    """Whether a call is like those that were measured: plain programs, with or without a mask of bounds, and many tokens."""
+    return spec.tiles is None and not (tile_loads(spec) or spec.dropouts or gathers(spec)) and min(request.queries, request.keys) > 512
+
+
+_TILED = frozenset(("i", "j", "dot", "weight"))
+
+
+def work_of(spec: AttentionSpec, request: Request, kind: Sweep, block_d: int, block_e: int, dtypes: tuple[str, ...], stores: int = 0) -> Work:
+    """What a kernel does with a tile, for the resource model; `dtypes` are those of its products, `stores` bytes that it writes for each score."""
+    facts = _facts(spec)
+    qk, pv = element_bytes(spec)
+    exact = any(t not in HALF for t in dtypes)
+    out = dtype_of(spec.out_dtype).itemsize
+    sizes = {"q": qk, "k": qk, "v": pv, "do": out}
+    copied = frozenset(r for r, n in sizes.items() if n >= 4 or r not in request.uneven)
+    held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, facts.narrow, facts.rows, facts.columns, stores,
+                    facts.indirect)
+    times = {"ieee": 0, "tf32": 2, "bf16x6": 6}[request.precision] if exact else 1
+    mapped = spec.tiles is not None
+    return Work(kind, block_d, block_e, held, times, facts.operations, facts.draws, facts.bounded or mapped, TILE if mapped else Work.largest)
 
 
 def predict(spec: AttentionSpec, plan: KernelPlan, request: Request, visited: float) -> tuple[int, int]:

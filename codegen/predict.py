@@ -13,19 +13,20 @@ Invariant: `Prediction.moved` is never less than the operands and results taken 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..spec import AttentionSpec, dtype_of
-from . import plan as forward_plan
-from . import plan_backward
+from . import plan as kernel_plan
+from . import plan_backward, plan_forward
+from .estimate import Work, cycles
 from .header import request_of, visited
 from .jobs import Job
 from .plan import KernelPlan, Request
-from .reads import dense
-from .tiles import Device, work
+from .reads import dense, dense_uneven
+from .tiles import Device, Tile, work
 
 STATISTICS = 8
 """Bytes of the two statistics of a row."""
@@ -44,6 +45,7 @@ class Prediction:
         seconds: max(flops / peak, bytes / bandwidth), times what the last wave wastes where arithmetic decides; None where
             the device's rates are not known.
         plan: tile shape and reasons; None for several kernels.
+        expected: seconds by the model of `estimate`, never less than what the bytes take; None as `seconds`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Prediction:
     waves: float
     seconds: float | None
     plan: KernelPlan | None = None
+    expected: float | None = None
 
     @property
     def tail(self) -> float:
@@ -70,8 +73,10 @@ class Prediction:
 def total(name: str, parts: Sequence[Prediction]) -> Prediction:
     """Several kernels one after the other."""
     times = [p.seconds for p in parts if p.seconds is not None]
+    expected = [p.expected for p in parts if p.expected is not None]
     moved, written, most, flops, programs = (sum(getattr(p, n) for p in parts) for n in ("moved", "written", "most", "flops", "programs"))
-    return Prediction(name, moved, written, most, flops, programs, sum(p.waves for p in parts), sum(times) if len(times) == len(parts) else None)
+    return Prediction(name, moved, written, most, flops, programs, sum(p.waves for p in parts), sum(times) if len(times) == len(parts) else None,
+                      expected=sum(expected) if len(expected) == len(parts) else None)
 
 
 def forward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], device: Device, plan: KernelPlan | None = None) -> Prediction:
@@ -88,29 +93,33 @@ def forward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], dev
         ValueError: there is no kernel (float64, or a head dimension above 256).
     """
     request = assumed(spec, sizes, device)
-    plan = plan or forward_plan.candidates(spec, request, device)[0]
+    plan = plan or plan_forward.candidates(spec, request, device)[0]
     share = visited(spec, sizes, plan.block_m)
     swept = _once(spec, held, ("key", "value"))
     written = _result(spec, sizes) + _statistics(spec, sizes)
     tiles = math.ceil(sizes["i"] / plan.block_m)
-    return _predict("forward", plan, spec, request, device, sum(held) - swept, written, swept, tiles, share, 1.0)
+    work_ = plan_forward.work_for(spec, request, device)
+    return _predict("forward", plan, spec, request, device, work_, sum(held) - swept, written, swept, tiles, share, 1.0)
 
 
 def weights(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], device: Device, plan: KernelPlan | None = None) -> Prediction:
     """The kernel that writes weights which are wanted beside the result; all as of `forward`, `spec` being that of the weights."""
     request = assumed(spec, sizes, device)
-    plan = plan or forward_plan.candidates(spec, request, device)[0]
+    plan = plan or plan_forward.candidates(spec, request, device)[0]
     swept = _once(spec, held, ("key",))
     own, written = sum(held) - swept + _statistics(spec, sizes), math.prod(sizes[a] for a in spec.weight_axes) * dtype_of(spec.out_dtype).itemsize
     share = visited(spec, sizes, plan.block_m)
     # One of forward's two products; the spec's values are its keys, of the same depth.
-    return _predict("weights", plan, spec, request, device, own, written, swept, math.ceil(sizes["i"] / plan.block_m), share, 0.5)
+    work_ = plan_forward.work_for(spec, request, device)
+    return _predict("weights", plan, spec, request, device, work_, own, written, swept, math.ceil(sizes["i"] / plan.block_m), share, 0.5)
 
 
-def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], needs: Sequence[bool], device: Device) -> tuple[Prediction, ...]:
+def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], needs: Sequence[bool], device: Device,
+             plans: Mapping[str, KernelPlan] | None = None) -> tuple[Prediction, ...]:
     """The kernels of the backward pass of a call: that of the rows, of the keys and of the queries; captured reads ride along.
 
-    Args: as of `forward`; `needs` names the operands whose gradients are wanted.
+    Args: as of `forward`; `needs` names the operands whose gradients are wanted, `plans` those by kernel (``keys``, ``queries``) that
+        are not the preferred ones.
 
     Raises:
         ValueError: as of `forward`.
@@ -120,18 +129,23 @@ def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], ne
     captured = sum(held[n] for n in spec.captured if needs[n])
     result, row = _result(spec, sizes), _statistics(spec, sizes)
     read = sum(held) + result + row                     # of the two larger kernels: operands, grad_out, what is known of a row
-    out = [Prediction("rows", 2 * result + 2 * row, row, 2 * result + 2 * row, 0, 0, 0.0, _time(device, 0, 2 * result + 2 * row))]
+    streamed = _time(device, 0, 2 * result + 2 * row)
+    out = [Prediction("rows", 2 * result + 2 * row, row, 2 * result + 2 * row, 0, 0, 0.0, streamed, expected=streamed)]
     if key or value:
-        plan = plan_backward.candidates(spec, request, device, Job("keys", key=key, value=value))[0]
+        job = Job("keys", key=key, value=value)
+        plan = (plans or {}).get("keys") or plan_backward.candidates(spec, request, device, job)[0]
+        work_ = plan_backward.work_for(spec, request, device, job)
         swept = _once(spec, held, ("query",)) + result + row
         written = _once(spec, held, [r for r, wanted in (("key", key), ("value", value)) if wanted])
-        out.append(_predict("keys", plan, spec, request, device, read - swept, written, swept, math.ceil(sizes["j"] / plan.block_n),
+        out.append(_predict("keys", plan, spec, request, device, work_, read - swept, written, swept, math.ceil(sizes["j"] / plan.block_n),
                             visited(spec, sizes, plan.block_m), 1 + (key + value) / 2))
     if query or captured:
-        plan = plan_backward.candidates(spec, request, device, Job("queries", query=query))[0]
+        job = Job("queries", query=query)
+        plan = (plans or {}).get("queries") or plan_backward.candidates(spec, request, device, job)[0]
+        work_ = plan_backward.work_for(spec, request, device, job)
         swept = _once(spec, held, ("key", "value"))
         written = _once(spec, held, ("query",)) * query + captured
-        out.append(_predict("queries", plan, spec, request, device, read - swept, written, swept, math.ceil(sizes["i"] / plan.block_m),
+        out.append(_predict("queries", plan, spec, request, device, work_, read - swept, written, swept, math.ceil(sizes["i"] / plan.block_m),
                             visited(spec, sizes, plan.block_m), 1 + query / 2))
     return tuple(out) if len(out) > 1 else ()
 
@@ -142,7 +156,8 @@ def assumed(spec: AttentionSpec, sizes: dict[str, int], device: Device) -> Reque
     """What the planner needs to know of a call that is not there; raises ValueError where no kernel can be generated."""
     if spec.compute_dtype != torch.float32:
         raise ValueError("the kernels compute in float32, not in float64")
-    request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee", described=dense(spec, sizes))
+    request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee", described=dense(spec, sizes),
+                         uneven=dense_uneven(sizes))
     if max(request.depth, request.value_depth) > 256:
         raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernels hold up to 256")
     return request
@@ -162,11 +177,12 @@ def _statistics(spec: AttentionSpec, sizes: dict[str, int]) -> int:
     return STATISTICS * math.prod(sizes[a] for a in (*spec.batch, "i"))
 
 
-def _predict(name: str, plan: KernelPlan, spec: AttentionSpec, request: Request, device: Device, own: int, written: int, swept: int,
+def _predict(name: str, plan: KernelPlan, spec: AttentionSpec, request: Request, device: Device, work_: Work, own: int, written: int, swept: int,
              tiles: int, share: float, products: float) -> Prediction:
     """A kernel each of whose programs keeps its own part and sweeps, over its tiles, the operands of its attention.
 
     Args:
+        work_: what it does with a tile.
         own, written: bytes read once, and written. swept: bytes that every program of an attention sweeps.
         tiles: programs of an attention. share: of the tiles that is visited.
         products: how many times the arithmetic of the forward pass.
@@ -178,8 +194,18 @@ def _predict(name: str, plan: KernelPlan, spec: AttentionSpec, request: Request,
     flops = int(products * work(request.batch, request.queries, request.keys, request.depth, request.value_depth, share))
     waves = request.batch * tiles / device.processors
     filled = math.ceil(waves) / waves if waves else 1.0
-    parts = 6 if "float32" in forward_plan.products(spec) else 1        # float32 in three bfloat16 parts
-    return Prediction(name, moved, written, most, flops, request.batch * tiles, waves, _time(device, flops * parts * filled, moved), plan)
+    parts = 6 if "float32" in kernel_plan.products(spec) else 1        # float32 in three bfloat16 parts
+    return Prediction(name, moved, written, most, flops, request.batch * tiles, waves, _time(device, flops * parts * filled, moved), plan,
+                      _expected(work_, plan, request, device, moved))
+
+
+def _expected(work_: Work, plan: KernelPlan, request: Request, device: Device, moved: int) -> float | None:
+    """Seconds by the model of a processor; None where the clock is not known."""
+    if not device.peak or not device.bandwidth:
+        return None
+    tile = Tile(plan.block_m, plan.block_n, plan.block_d, plan.block_e, plan.warps, plan.stages)
+    taken = cycles(work_.fetched(bool(plan.described)), tile, device, plan.shared, request.queries, request.keys, request.batch)
+    return max(taken / (device.peak / (device.processors * device.width)), moved / device.bandwidth)
 
 
 def _time(device: Device, flops: float, moved: float) -> float | None:

@@ -19,7 +19,7 @@ from ..program import Expr, axis, depends
 from ..spec import Access, AttentionSpec
 
 _UNIT = 16
-"""Bytes: what addresses and steps have to be multiples of."""
+"""Bytes: what addresses and steps have to be multiples of. Elements: by how many the compiler knows steps to be divisible."""
 _MOST_DIMENSIONS = 5
 _WITHIN = frozenset("ijde")
 
@@ -57,6 +57,17 @@ def describable(index: Sequence[Expr], own: tuple[str, str], sizes: Mapping[str,
         return False
     steps = [s * tensor.itemsize for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n > 1]
     return all(s > 0 and s % _UNIT == 0 for s in steps)
+
+
+def uneven(spec: AttentionSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """The roles whose rows are no multiple of 16 elements apart: of those the compiler does not know that it may read several at once."""
+    return tuple(n for n, t in tensors.items()
+                 if any(t.stride(k) % _UNIT for k, x in enumerate(index_of(spec, n)) if ROLES[n][0] in depends(x)))
+
+
+def dense_uneven(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The same if every tensor lay densely."""
+    return tuple(n for n, (_, depth) in ROLES.items() if sizes[depth] % _UNIT)
 
 
 def dense(spec: AttentionSpec, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -1,21 +1,21 @@
-"""What a tile costs and what a device has: the resource model behind every plan.
+"""The shape of a tile, what a device has, and the arithmetic that both need. What a tile takes of a device is in `memory` and `estimate`.
 
-Invariant: `footprint` errs upwards on shared memory, so that a plan which fits here fits the device; the compiled kernel's
-own report is checked against it by the tests.
-
-    >>> h100 = DEVICES["cuda", 90]
-    >>> footprint(Tile(128, 64, 128, 128, warps=8, stages=2), 2, 2).shared <= h100.shared
-    True
+    >>> DEVICES["cuda", 90].shared // KIB
+    227
 """
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 KIB = 1024
+
+Unit = Literal["mma", "wgmma", "tcgen05", "mfma"]
+"""What takes products: of registers (Ampere, Ada, small Blackwells), of shared memory (Hopper; datacentre Blackwell), AMD's."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Device:
         peak: FLOP/s of dense products of float16 or bfloat16 with float32 sums; 0 where it is not known.
         bandwidth: of the main memory, bytes/s; 0 where it is not known.
         cache: the last cache that all processors share, bytes.
+        unit: what takes products. width: FLOPs of products of half types a processor a cycle. lanes_simple: float32 operations that are
+            not products a processor a cycle.
     """
 
     name: str
@@ -42,24 +44,32 @@ class Device:
     peak: float = 0.0
     bandwidth: float = 0.0
     cache: int = 0
+    unit: Unit = "mma"
+    width: int = 1024
+    lanes_simple: int = 128
 
     @property
     def asynchronous(self) -> bool:
         """Whether products read their operands from shared memory (Hopper and datacentre Blackwell), which frees registers."""
-        return self.backend == "cuda" and self.shared >= 200 * KIB
+        return self.unit in ("wgmma", "tcgen05")
+
+    @property
+    def capacity(self) -> int:
+        """Shared memory of a processor, for all of its blocks, bytes: on NVIDIA's a KiB more than one block may have."""
+        return self.shared + KIB if self.backend == "cuda" else self.shared
 
 
 DEVICES: dict[tuple[str, int], Device] = {
-    ("cuda", 80): Device("A100", "cuda", 163 * KIB, 108),
-    ("cuda", 86): Device("RTX 30", "cuda", 99 * KIB, 84),
+    ("cuda", 80): Device("A100", "cuda", 163 * KIB, 108, width=2048, lanes_simple=64),
+    ("cuda", 86): Device("RTX 30", "cuda", 99 * KIB, 84, width=512),
     ("cuda", 87): Device("Orin", "cuda", 163 * KIB, 16),
-    ("cuda", 89): Device("RTX 40 / L40", "cuda", 99 * KIB, 128),
-    ("cuda", 90): Device("H100 / H200", "cuda", 227 * KIB, 132, boxes=True),
-    ("cuda", 100): Device("B200", "cuda", 227 * KIB, 148),
-    ("cuda", 103): Device("B300", "cuda", 227 * KIB, 148),
-    ("cuda", 120): Device("RTX 50", "cuda", 99 * KIB, 170),
-    ("hip", 90): Device("MI200", "hip", 64 * KIB, 104, 512, 64),
-    ("hip", 94): Device("MI300X", "hip", 64 * KIB, 304, 512, 64),
+    ("cuda", 89): Device("RTX 40 / L40", "cuda", 99 * KIB, 128, width=512),
+    ("cuda", 90): Device("H100 / H200", "cuda", 227 * KIB, 132, boxes=True, unit="wgmma", width=4096),
+    ("cuda", 100): Device("B200", "cuda", 227 * KIB, 148, unit="tcgen05", width=8192),
+    ("cuda", 103): Device("B300", "cuda", 227 * KIB, 148, unit="tcgen05", width=8192),
+    ("cuda", 120): Device("RTX 50", "cuda", 99 * KIB, 170, width=512),
+    ("hip", 90): Device("MI200", "hip", 64 * KIB, 104, 512, 64, unit="mfma"),
+    ("hip", 94): Device("MI300X", "hip", 64 * KIB, 304, 512, 64, unit="mfma", width=2048),
 }
 """By backend and architecture (compute capability; for AMD the first two digits after ``gfx``). For compiling without a device."""
 
@@ -84,7 +94,7 @@ def present(device: torch.device) -> Device:
         return known("hip", facts.gcnArchName.split(":")[0])
     entry = known("cuda", facts.major * 10 + facts.minor)
     shared = getattr(facts, "shared_memory_per_block_optin", 0) or entry.shared
-    return Device(facts.name, "cuda", shared, facts.multi_processor_count, boxes=entry.boxes)
+    return replace(entry, name=facts.name, shared=shared, processors=facts.multi_processor_count)
 
 
 @dataclass(frozen=True)
@@ -97,33 +107,6 @@ class Tile:
     block_e: int
     warps: int
     stages: int
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Predicted use: bytes of shared memory a block, 32-bit registers a thread for what lives through the loop."""
-
-    shared: int
-    registers: int
-
-
-def footprint(tile: Tile, qk_bytes: int, pv_bytes: int, loads: int = 0, lanes: int = 32) -> Footprint:
-    """The cost of a tile.
-
-    Args:
-        tile: the shape.
-        qk_bytes, pv_bytes: bytes an element of query and key, and of value, as they lie in memory.
-        loads: score operands read at every (i, j), four bytes an element at most.
-        lanes: threads a warp.
-    """
-    query = tile.block_m * tile.block_d * qk_bytes
-    stage = tile.block_n * (tile.block_d * qk_bytes + tile.block_e * pv_bytes) + loads * tile.block_m * tile.block_n * 4
-    weights = tile.block_m * tile.block_n * pv_bytes        # P on its way from one product's layout to the other's
-    epilogue = tile.block_m * tile.block_e * 4              # the result on its way to memory
-    shared = max(query + tile.stages * stage + weights, epilogue)
-    threads = tile.warps * lanes
-    live = tile.block_m * (tile.block_e + tile.block_n * (2 + loads)) + tile.block_m * tile.block_d * qk_bytes // 4
-    return Footprint(shared, math.ceil(live / threads) + 24)
 
 
 def padded(length: int) -> int:

@@ -1,4 +1,4 @@
-"""The benchmarks of training run and write what they say, in small."""
+"""The benchmarks of training and of published variants run and write what they say, in small."""
 from __future__ import annotations
 
 import csv
@@ -40,3 +40,17 @@ def test_training_memory(tmp_path: Path) -> None:
     power = {(r["program"], r["dropout"]): float(r["exponent"]) for r in rows}
     assert len(rows) == 12 and power["eager", "0.0"] > 1.6 and power["attnfuse", "0.0"] < 1.3
     assert (tmp_path / "training_memory_cpu.png").stat().st_size > 10_000
+
+
+def test_variants(tmp_path: Path) -> None:
+    """FlexAttention has no backward on a CPU: a peer that fails is a reason in the row."""
+    sizes = "--batch 2 --heads 2 --length 256 --width 16 --only causal sink documents".split()
+    rows = {(r["variant"], r["pass"]): r for r in run("bench.variants", tmp_path, *sizes)["variants"]}
+    assert len(rows) == 6
+    for (_, step), row in rows.items():
+        assert float(row["error"]) < 1e-5 and float(row["attnfuse_ms"]) > 0 and float(row["inductor/attnfuse"]) > 0
+        if step == "forward":
+            assert float(row["error_flex"]) < 1e-5 and float(row["flex/attnfuse"]) > 0 and float(row["flex_mask_ms"]) > 0 and not row["why"]
+        else:
+            assert row["why"].startswith("flex: NotImplementedError") and not row["flex_ms"]
+    assert (tmp_path / "variants.png").stat().st_size > 10_000

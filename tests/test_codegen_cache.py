@@ -76,7 +76,8 @@ def test_importing_creates_nothing(tmp_path: Path, own_folder: Path) -> None:
 def test_the_key_covers_what_matters() -> None:
     from dataclasses import replace
 
-    from attnfuse.codegen.plan import Request, candidates
+    from attnfuse.codegen.plan import Request
+    from attnfuse.codegen.plan_forward import candidates
     from attnfuse.codegen.tiles import known
     from tests.specs import BY_NAME
 

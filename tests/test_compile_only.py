@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from attnfuse.codegen import launch, offline, plan
+from attnfuse.codegen import launch, offline, plan_forward
 from attnfuse.codegen.jobs import ROWS, Job
 from attnfuse.codegen.launch_backward import task
 from attnfuse.codegen.tiles import known
@@ -38,11 +38,15 @@ def check(name: str, dtype: str, depth: int, target: offline.Target, queries: in
     report = offline.compile_only(case.spec(dtype), sizes, operands, target)
     limit = known(*target).shared
     assert report.shared <= limit and report.plan.shared <= limit
-    # Triton keeps what it can in registers (and AMD stages less), so the model may be far above but never below.
-    assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
+    assert near(report), (report.shared, report.plan)
     assert (report.spills or 0) <= tolerated(name, dtype, depth), report
     if target == ("cuda", 90):
         assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
+
+
+def near(report: offline.Compiled) -> bool:
+    """Whether shared memory was predicted: within a tenth, or 2 KiB of what the compiler takes."""
+    return abs(report.shared - report.plan.shared) <= max(0.1 * report.shared, 2048)
 
 
 def tolerated(name: str, dtype: str, depth: int) -> int:
@@ -74,7 +78,7 @@ def test_the_fault_that_narrow_values_avoid_is_seen(monkeypatch: pytest.MonkeyPa
     """Without the least width the fault of the compiler that Triton 3.6 brings is there and found; later ones are mended."""
     if not triton.__version__.startswith("3.6."):
         pytest.skip("another ptxas")
-    monkeypatch.setattr(plan, "_LEAST_VALUE_WIDTH", 16)
+    monkeypatch.setattr(plan_forward, "LEAST_VALUE_WIDTH", 16)
     assert narrow("causal_padding_min", 256, 16)
 
 
@@ -89,6 +93,16 @@ def test_resources(name: str, dtype: str, depth: int, target: offline.Target) ->
 
 def test_one_query() -> None:
     check("bottom_right_min", "bfloat16", 128, ("cuda", 90), queries=1)
+
+
+@pytest.mark.parametrize("target, depth", [(("cuda", 80), 128), (("cuda", 100), 64)], ids=str)
+def test_a_shape_that_no_table_has(target: offline.Target, depth: int) -> None:
+    """Few programs: the planner takes a shape that was only enumerated."""
+    case = BY_NAME["causal_inf"]
+    operands, sizes = case.inputs(Shape((1, 8), 100, 1024, depth, depth), torch.bfloat16, 0)
+    report = offline.compile_only(case.spec("bfloat16"), sizes, [t.to("meta") for t in operands], target)
+    assert "predicted fastest" in report.plan.reasons[0]
+    assert near(report) and not report.spills
 
 
 @pytest.mark.slow
@@ -129,7 +143,7 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
         report = offline.compile_backward(spec, sizes, tensors, target, what)
         limit = known(*target).shared
         assert report.shared <= limit and report.plan.shared <= limit
-        assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
+        assert near(report), (what, report.shared, report.plan)
         assert (report.spills or 0) <= (4096 if dtype == "float32" else 1152 if depth > 128 else 320 if depth == 128 else 64), (what, report)
         if target == ("cuda", 90):
             assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass")), what

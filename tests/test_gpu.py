@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import attnfuse
 from attnfuse import tilemap, walker
-from attnfuse.codegen import launch, launch_backward, launch_weights, plan
+from attnfuse.codegen import autotune, launch, launch_backward, launch_weights, plan
 from attnfuse.reference import reference, weights
 from attnfuse.spec import AttentionSpec
 from tests.oracle import rounding, truth
@@ -251,6 +253,44 @@ def test_backward_of_a_model(dtype: str, seed: int) -> None:
     for a, b, exact in zip(fused, eager, run(written, wide, grad_out.double()), strict=True):
         error = lambda x: ((x.double() - exact).norm() / exact.norm()).item()  # noqa: B023
         assert error(a) <= max(1.2 * error(b), 1e-6)
+
+
+@pytest.mark.parametrize("name", ("causal_inf", "bias", "dropout"))
+def test_measured_plans_compute_the_same(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autotune results stay exact, forward and backward; the winners are on disk, and a process that finds them times nothing."""
+    monkeypatch.setenv("ATTNFUSE_CACHE_DIR", str(tmp_path))
+    autotune.forget()
+    timed: list[float] = []
+    real = autotune.on_gpu
+    monkeypatch.setattr(autotune, "timer", lambda run: timed.append(real(run)) or timed[-1])
+    before, counts = torch.cuda.get_rng_state(), []
+    with attnfuse.settings(autotune=True):
+        for _ in range(2):
+            check(BY_NAME[name], Shape((2, 8), 1500, 1500, 64, 64), "bfloat16", seed)
+            check_backward(BY_NAME[name], Shape((2, 8), 1500, 1500, 64, 64), "bfloat16", seed)
+            counts.append(len(timed))
+            assert len(timed) >= 6 and len(list(tmp_path.glob("tuned_*.json"))) >= 3
+            autotune.forget()
+            launch._runs.clear()
+            launch_backward._runs.clear()
+    assert counts[0] == counts[1], "the second time everything was read"
+    assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNFUSE_CACHE_DIR", str(tmp_path))
+    case = BY_NAME["causal_inf"]
+    operands, sizes = case.inputs(Shape((2, 4), 300, 300, 64, 64), torch.float16, seed)
+    operands, spec = [t.cuda() for t in operands], case.spec("float16")
+    expected, _ = launch.forward(spec, operands, sizes)           # compiled before the capture
+    launch._runs.clear()
+    autotune.forget()
+    graph = torch.cuda.CUDAGraph()
+    with attnfuse.settings(autotune=True), torch.cuda.graph(graph):
+        out, _ = launch.forward(spec, operands, sizes)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected) and not list(tmp_path.glob("tuned_*.json"))
 
 
 # ---- weights that are wanted too

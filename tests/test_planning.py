@@ -23,10 +23,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "plan", "--head-dim", "128", "--seq", "8192", "--dtype", "bf16", "--device", "h100", "--causal", "--backward")
     assert status == 0
-    for word in ("H100 SXM: 227 KB", "chosen  64x64", "or 2", "registers", "why: ", "GFLOP", "bound by arithmetic", "waves of 132", "the last one wastes",
+    for word in ("H100 SXM: 227 KB", "chosen  64x64", "or 2", "registers", "why: ", "predicted", "GFLOP", "bound by arithmetic", "waves of 132", "the last one wastes",
                  "kernel of the rows", "kernel of the keys", "kernel of the queries"):
         assert word in out, word
     assert all(len(line) <= 150 for line in out.splitlines())
+
+
+def test_the_docs_show_what_is_printed() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "roofline.md").read_text(encoding="utf-8")
+    assert plan_text(Shape(128, 8192, heads=32, causal=True), "bf16", "h100") in page
 
 
 def test_the_plan_is_the_one_that_is_launched() -> None:

@@ -16,7 +16,8 @@ import attnfuse
 from attnfuse import roofline
 from attnfuse.codegen import predict
 from attnfuse.codegen.devices import CARDS, device, rates
-from attnfuse.codegen.plan import Request, candidates
+from attnfuse.codegen.plan import Request
+from attnfuse.codegen.plan_forward import candidates
 from attnfuse.codegen.tiles import DEVICES, SMALLEST
 from attnfuse.counting import distinct_bytes
 from attnfuse.traffic import size
