@@ -262,8 +262,8 @@ def normaliser(spec: AttentionSpec, stats: torch.Tensor) -> tuple[torch.Tensor, 
     """(maximum, log of the sum, which rows have weights of 0 because the spec says so); NaN where all weights of a row are."""
     maximum, log_total = stats[..., :1], stats[..., 1:]
     empty, dead = maximum == NEG_INF, None
-    if spec.empty_rows != "nan":
-        dead = empty                                   # 0 for those: they have no keys to visit
+    if spec.empty_rows != "nan":                       # 0 for those: they have no keys to visit
+        empty = dead = empty if spec.empty_rows == "repaired" else empty & ~log_total.isnan()       # a generated maximum passes over NaN
     return maximum.masked_fill(empty, math.nan if dead is None else 0.0), log_total, dead
 
 

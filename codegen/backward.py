@@ -75,12 +75,12 @@ class Recomputed(Forward):
         lines = ["first_row = batch.to(tl.int64) * n_queries"] if dense else []
         return [*lines, "scratch_row = batch.to(tl.int64) * (tl.cdiv(n_queries, 4) * 4)"]
 
-    def _statistics(self) -> list[str]:
-        """Lines that load the statistics of the rows; where all weights of a row are 0, those that give it."""
+    def _statistics(self, empty: str = 'largest == float("-inf")') -> list[str]:
+        """Lines that load the statistics of the rows; where all weights of a row are 0, which `empty` asks, those that give it."""
         lines = ["largest = tl.load(stats_ptr + (first_row + offs_m) * 2, mask=m_mask, other=0.0)",
                  "total = tl.load(stats_ptr + (first_row + offs_m) * 2 + 1, mask=m_mask, other=0.0)"]
         if self.spec.empty_rows != "nan":
-            lines += ['empty = largest == float("-inf")        # every weight of such a row is 0',
+            lines += [f'empty = {empty}        # every weight of such a row is 0',
                       "largest = tl.where(empty, 0.0, largest)", 'total = tl.where(empty, float("inf"), total)']
         return lines
 

@@ -43,7 +43,8 @@ class Weights(Recomputed):
         query.gap("what the rows are normalised by")
         self.arguments.pointer("stats_ptr", "stats")
         query.line("first_row = batch.to(tl.int64) * n_queries")
-        query.extend(self._statistics())
+        # A maximum passes over NaN: a row that has nothing else is told by its sum.
+        query.extend(self._statistics('(largest == float("-inf")) & (total == total)') if self.spec.empty_rows == "zero" else self._statistics())
         if self.spec.empty_rows == "nan":
             query.line('total = tl.where(largest == float("-inf"), float("nan"), total)        # every weight of such a row is NaN')
         for name in dict.fromkeys([*self.chain.rows(True), *self.chain.rows(False)]):

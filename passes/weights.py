@@ -53,8 +53,6 @@ def reading(parts: Parts, value: Value | None, want: Wanted) -> Reading:
     if len(found) != 1:
         raise want.refused("not what the values are weighed by" if not found else "weights that are read at more than one place")
     (index, element), = found.items()
-    if element.kind != "float":
-        raise want.refused("not what the values are weighed by")
     try:
         weight, score, extra, rows = softmax_of(lift, lift.simplify(element))
     except Refused as e:

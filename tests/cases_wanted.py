@@ -250,6 +250,25 @@ def weights_stacked(q, k, v):
 
 
 @case(reason=Reason.WEIGHTS_USED)
+def weights_flipped_there_and_back(q, k, v):
+    """no view of the op's result"""
+    p = weighed(q, k).flip(-2)
+    return p.flip(-2) @ v, p
+
+
+@case(reason=Reason.WEIGHTS_USED)
+def weights_in_another_order_and_then_folded(q, k, v):
+    p = t(t(weighed(q, k)).contiguous())
+    return torch.bmm(p.reshape(B * H, LQ, LK), v.reshape(B * H, LK, DV)), p
+
+
+@case(S, given=P)
+def weights_in_another_order(q, k, v):
+    p = t(t(weighed(q, k)).contiguous())
+    return p @ v, p
+
+
+@case(reason=Reason.WEIGHTS_USED)
 def weights_shared_by_heads(q, k, v):
     p = (q[:, 0] @ t(k[:, 0])).softmax(-1)
     return p[:, None] @ v, p

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnfuse import walker
+from attnfuse import walker, weighing
 from attnfuse.codegen import backward, launch, launch_weights
 from attnfuse.codegen.jobs import WEIGHTS
 from attnfuse.codegen.plan import KernelPlan
@@ -148,8 +148,11 @@ def test_a_row_of_nan_is_nan_at_every_key(name: str, seed: int, tiles) -> None:
     for dtype in (torch.float32, torch.float16):
         operands, sizes = BY_NAME[name].inputs(Shape((2, 2), 40, 40), dtype, seed)
         operands[0][1, 1, 5] = float("nan")
-        got = check(BY_NAME[name].spec(str(dtype).removeprefix("torch.")), operands, sizes, seed)
+        spec = BY_NAME[name].spec(str(dtype).removeprefix("torch."))
+        got = check(spec, operands, sizes, seed)
         assert bool(got[1, 1, 5].isnan().all()) and not bool(got[0].isnan().any())
+        tiled = weighing.forward(spec, operands, launch.forward(spec, operands, sizes)[1], sizes)
+        assert torch.equal(tiled.isnan(), got.isnan())
 
 
 @interpreted

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnfuse
 from attnfuse import ops, tiling, walker, weighing
@@ -136,6 +137,19 @@ def test_second_derivatives_and_tangents_are_errors(seed: int) -> None:
         torch.func.jvp(call, (operands[0].detach(),), (operands[0].detach(),))
 
 
+def test_flops(seed: int) -> None:
+    """One product forward; backward the scores twice, and two more for queries and keys."""
+    spec, operands, sizes, drop, stats = prepared(BY_NAME["plain"], Shape((2, 3), 5, 7, 4, 8), seed)
+    args = ([t.requires_grad_() for t in operands], stats, list(sizes), drop, spec.to_json())
+    with FlopCounterMode(display=False) as forward:
+        out = torch.ops.attnfuse.weights(*args)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    one = 2 * 2 * 3 * 5 * 7 * 4
+    assert (forward.get_total_flops(), backward.get_total_flops()) == (one, 4 * one)
+    assert operands[2].grad is None, "the values have no part in their weights"
+
+
 # ---- whole programs
 
 def causal(q: Tensor, k: Tensor) -> Tensor:
@@ -208,7 +222,15 @@ def test_checkpointing_draws_the_same_again(reentrant: bool, seed: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+def last_of_three(q: Tensor, k: Tensor, v: Tensor) -> Outputs:
+    for _ in range(3):
+        p = causal(q, k)
+        q = p @ v + 1.0
+    return q, p.amax(-1)
+
+
 @pytest.mark.parametrize("fn, products, count", [
+    (last_of_three, 3, 1),
     (lambda q, k, v: (causal(q, k) @ v, v), 1, 0),
     (lambda q, k, v: ((p := causal(q, k)) @ v, p @ v.cos()), 2, 0),
     (lambda q, k, v: ((p := causal(q, k)) @ v, p @ v.cos(), p.amax()), 2, 1),
@@ -217,7 +239,7 @@ def test_checkpointing_draws_the_same_again(reentrant: bool, seed: int) -> None:
     (lambda q, k, v: (causal(causal(q, k) @ v, k) @ v, v), 2, 0),
     (lambda q, k, v: (((p := causal(q, k)) - 0.3 * causal(k, q)) @ v, p.amax(-1)), 2, 1),
     (lambda q, k, v: ((((p := causal(q, k)) @ v) @ k.mT + p).softmax(-1) @ v, v), 2, 1),
-], ids=["nobody", "another product", "another product and a maximum", "a product of a product", "that and a sum", "the next layer", "a difference",
+], ids=["the last of equal layers", "nobody", "another product", "another product and a maximum", "a product of a product", "that and a sum", "the next layer", "a difference",
         "the next layer's bias"])
 def test_only_what_is_read_is_computed(fn: Callable[..., Outputs], products: int, count: int, seed: int) -> None:
     """Two products of the same weights are two attentions, of which neither writes its weights; nothing is computed as it was written too."""
