@@ -178,7 +178,8 @@ def _two_valued(score: Expr, x: Expr, spec: AttentionSpec) -> Condition | None:
     value = {"bool": bool, "int": int, "float": float}[x.kind]
     live = const(value(not kills))
     if x.kind == "bool":
-        return Condition(x, *(x if holds else apply("not", x) for holds in (kills, not kills)), live, fills[kills])
+        holds, fails = x, apply("not", x)
+        return Condition(x, holds if kills else fails, fails if kills else holds, live, fills[kills])
     return Condition(x, apply("eq", x, const(value(kills))), apply("eq", x, live), live, fills[kills])
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -337,10 +337,19 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
     return run_elsewhere if device.type == "cuda" and torch.cuda.device_count() > 1 else run
 
 
-def caller(function: Any, kernel: Kernel, plan: KernelPlan, grid: tuple[int, int, int],
+class Options(Protocol):
+    """What a launch asks of a plan."""
+
+    @property
+    def options(self) -> Mapping[str, int]:
+        """What Triton is told beside the constants."""
+        ...
+
+
+def caller(function: Any, kernel: Kernel, plan: Options, grid: tuple[int, int, int],
            integers: Sequence[int]) -> Callable[[Sequence[torch.Tensor | None]], None]:
     """Launches a Triton function on tensors, given in the order of the kernel's pointers; everything else is fixed."""
-    constants = dict(kernel.constants) | plan.options
+    constants = dict(kernel.constants) | dict(plan.options)
     blocks = [(n, p.block) for n, p in enumerate(kernel.pointers) if p.block]
     templates: dict[int, object] = {}
     values = [v for _, v in kernel.constants]

@@ -13,6 +13,7 @@ from . import space, tables
 from .chain import types
 from .estimate import Work
 from .jobs import Job, Kind
+from .memory import Sweep
 from .plan import HALF, KernelPlan, Request, as_measured, gathers, reads_by_descriptor, tile_loads, within_map, work_of
 from .space import Choice
 from .tables import Shape, Table
@@ -76,7 +77,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job) -> 
 def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Work:
     """What a kernel does with a tile, for the resource model."""
     width = _LEAST_WIDTH if device.asynchronous else 16
-    kind = "queries" if job.kind == "rows" else job.kind
+    kind: Sweep = "queries" if job.kind in ("rows", "weights") else job.kind
     stores = 4 * sum({"i", "j"} <= c.axes for c in job.captured) if kind == "queries" else 0
     return work_of(spec, request, kind, max(padded(request.depth), width), max(padded(request.value_depth), width), _dtypes(spec), stores)
 

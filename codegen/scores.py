@@ -19,6 +19,7 @@ from .. import philox
 from ..algebra import Algebra
 from ..program import Expr, const, walk
 from ..spec import AttentionSpec
+from ..tilemap import Mask
 from .arguments import Arguments, Length, Names, Size, Stride, on_host
 from .helpers import HELPERS
 from .text import ATOM, Level, Text, level, literal, prepare
@@ -41,7 +42,7 @@ class Programs:
         shape, along: a tile's shape, and how a vector is laid along it. A tile has the fixed vectors along its first dimension.
     """
 
-    def __init__(self, spec: AttentionSpec, names: Names, arguments: Arguments, wide: bool, constants: dict[str, int],
+    def __init__(self, spec: AttentionSpec | Mask, names: Names, arguments: Arguments, wide: bool, constants: dict[str, int],
                  fixed: Literal["row", "column"] = "row") -> None:
         self.spec, self.names, self.arguments, self.constants = spec, names, arguments, constants
         self.int_type = "tl.int64" if wide else "tl.int32"
