@@ -137,7 +137,7 @@ def test_the_changelog_names_the_version_or_what_comes() -> None:
 
 def test_public_functions_are_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in ("optimize", "explain", "rewrite", "last_report", "settings", "traffic"):
+    for name in ("optimize", "explain", "rewrite", "last_report", "settings", "traffic", "draw_tiles"):
         assert f"attnfuse.{name}(" in text, name
 
 
