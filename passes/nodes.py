@@ -33,9 +33,10 @@ TRANSPARENT = frozenset({
     "mul", "multiply", "div", "truediv", "true_divide", "divide", "neg", "negative", "rmul", "__mul__", "__rmul__", "__truediv__"})
 _OUT_OF_PLACE = frozenset({"__getitem__", "__matmul__", "__mul__", "__rmul__", "__rmatmul__", "__truediv__", "__add__", "__radd__", "__and__",
                            "__or__", "__sub__", "__rsub__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__"})
-_INPLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
-                                "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__",
-                                "__ifloordiv__", "__imod__", "__ipow__"})
+_INPLACE_OPERATORS = frozenset({
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift", "setitem",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__",
+    "__ilshift__", "__irshift__", "__idiv__", "__setitem__"})
 
 _MOST_DEAD = 16
 """Dead code longer than this is taken for live."""

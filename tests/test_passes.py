@@ -1,10 +1,12 @@
 """Detection: every row of the table gives the program it must, or the refusal it must; every rewrite keeps the values."""
 from __future__ import annotations
 
+import operator
 import warnings
 
 import pytest
 import torch
+from torch.fx import Graph
 
 from attnfuse.passes import assemble, nodes, pipeline
 from attnfuse.passes.region import memory_order
@@ -282,3 +284,67 @@ def test_a_captured_tensor_of_another_device_is_refused() -> None:
     spec = object.__new__(assemble._Spec)
     with pytest.raises(Exception, match="device"):
         assemble._Spec._check_tensors(spec, [here, there], ())
+
+
+def _changes(call) -> bool | None:
+    """Whether a call changes its first argument, tried on integers and on booleans; None where it takes neither."""
+    seen = []
+    for first in (torch.tensor([5, 7]), torch.tensor([True, False])):
+        other = torch.ones_like(first) * 2 if first.dtype != torch.bool else torch.tensor([False, True])
+        before = first.clone()
+        try:
+            call(first, other)
+        except Exception:  # it does not take these: nothing to learn
+            continue
+        seen.append(not torch.equal(first, before))
+    return any(seen) if seen else None
+
+
+def test_operators_that_change_their_argument() -> None:
+    """Every operator of two arguments, as a function and as a method, against what it does."""
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    told: dict[str, tuple[bool, bool]] = {}
+    for name in dir(operator):
+        changes = _changes(getattr(operator, name)) if not name.startswith("_") and callable(getattr(operator, name)) else None
+        if changes is not None:
+            told[name] = changes, nodes.mutated(graph.call_function(getattr(operator, name), (x, y))) == [x]
+    for name in dir(torch.Tensor):
+        dunder = name.startswith("__") and callable(getattr(torch.Tensor, name)) and name not in ("__class__", "__init__", "__new__")
+        changes = _changes(getattr(torch.Tensor, name)) if dunder else None
+        if changes is not None:
+            told[name] = changes, nodes.mutated(graph.call_method(name, (x, y))) == [x]
+    assert {"irshift", "and_", "or_", "iand", "__ilshift__", "__and__"} <= set(told)
+    assert {n: t for n, t in told.items() if t[0] != t[1]} == {}
+
+
+def shifted(q, k, v, mask):
+    """The mask is changed between its use and the product: the scores hold what it was."""
+    scores = (q @ k.mT).masked_fill(mask == 0, -1e9)
+    mask >>= 1
+    return scores.softmax(-1) @ v
+
+
+def shifted_by_a_method(q, k, v, mask):
+    scores = (q @ k.mT).masked_fill(mask == 0, -1e9)
+    mask.__ilshift__(1)
+    return scores.softmax(-1) @ v
+
+
+def shifted_copy(q, k, v, mask):
+    """The near miss: a new tensor."""
+    scores = (q @ k.mT).masked_fill(mask >> 1 == 0, -1e9)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn, rewritten", [(shifted, False), (shifted_by_a_method, False), (shifted_copy, True)])
+def test_a_mask_that_is_shifted_in_place(fn, rewritten: bool) -> None:
+    torch.manual_seed(seed())
+    q, k, v = torch.randn(3, 2, 9, 4, dtype=torch.float64)
+    mask = torch.randint(0, 4, (2, 9, 9))
+    theirs, mine = mask.clone(), mask.clone()
+    compiled, reports = rewrite(fn)
+    want, got = fn(q, k, v, theirs), compiled(q, k, v, mine)
+    assert [s.rewritten for r in reports for s in r.sites] == [rewritten]
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert torch.equal(mine, theirs)
