@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
@@ -38,6 +39,9 @@ _INPLACE_OPERATORS = frozenset({
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__",
     "__ilshift__", "__irshift__", "__idiv__", "__setitem__"})
 
+_SIDE_EFFECTS = {F.embedding: ("max_norm", ("weight",)), F.embedding_bag: ("max_norm", ("weight",)),
+                 F.batch_norm: ("training", ("running_mean", "running_var")), F.instance_norm: ("use_input_stats", ("running_mean", "running_var"))}
+"""Functions whose names do not tell that they change something: by which flag, and which of their arguments."""
 _MOST_DEAD = 16
 """Dead code longer than this is taken for live."""
 
@@ -105,7 +109,15 @@ def mutated(node: Node) -> list[Node]:
     inplace = called in _INPLACE_OPERATORS or (marked and not plain)
     if inplace or _flagged_inplace(node):
         out += _nodes([node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))])
-    return out
+    return out + _on_the_side(node) if node.op == "call_function" and target in _SIDE_EFFECTS else out
+
+
+def _on_the_side(node: Node) -> list[Node]:
+    """Running statistics that a normalisation updates, a table that a lookup scales down."""
+    flag, changed = _SIDE_EFFECTS[node.target]  # type: ignore[index]
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    given.apply_defaults()
+    return [] if given.arguments[flag] in (None, False) else _nodes([given.arguments[c] for c in changed])
 
 
 def _nodes(args: Any) -> list[Node]:

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph
 
 from attnfuse.passes import assemble, nodes, pipeline
@@ -348,3 +349,39 @@ def test_a_mask_that_is_shifted_in_place(fn, rewritten: bool) -> None:
     assert [s.rewritten for r in reports for s in r.sites] == [rewritten]
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     assert torch.equal(mine, theirs)
+
+
+def normalised_keys(training: bool):
+    def fn(q, k, v, table):
+        """The scores hold the running mean as it was before the batch."""
+        scores = q @ k.mT + table[0]
+        values = F.batch_norm(v.flatten(0, 1), table[0, :4], table[1, :4], training=training).view_as(v)
+        return scores.softmax(-1) @ v + values
+    return fn
+
+
+def looked_up(max_norm: float | None, lookup):
+    def fn(q, k, v, table):
+        """The scores hold the table as it was before the lookup scaled it down."""
+        scores = q @ k.mT + table
+        found = lookup(torch.arange(9).view(1, -1), table, max_norm=max_norm)
+        return scores.softmax(-1) @ v, found
+    return fn
+
+
+@pytest.mark.parametrize("fn, rewritten", [
+    (normalised_keys(True), False), (normalised_keys(False), True),
+    (looked_up(0.5, F.embedding), False), (looked_up(None, F.embedding), True),
+    (looked_up(0.5, F.embedding_bag), False), (looked_up(None, F.embedding_bag), True)])
+def test_what_is_changed_without_saying_so(fn, rewritten: bool) -> None:
+    """Running statistics in training, and a table whose rows are held to a norm, change between the scores and the product."""
+    torch.manual_seed(seed())
+    q, k, v = torch.randn(3, 2, 9, 4, dtype=torch.float64)
+    table = torch.rand(9, 9, dtype=torch.float64) + 0.5
+    theirs, mine = table.clone(), table.clone()
+    compiled, reports = rewrite(fn)
+    want, got = fn(q, k, v, theirs), compiled(q, k, v, mine)
+    assert [s.rewritten for r in reports for s in r.sites] == [rewritten]
+    for a, b in zip(tensors(got), tensors(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
