@@ -90,6 +90,10 @@ def is_builtin(node: Node) -> bool:
 
 def mutated(node: Node) -> list[Node]:
     """The nodes whose tensors a call changes in place."""
+    if node.op == "call_module":                    # of symbolic_trace: nn.ReLU(inplace=True)
+        owner = node.graph.owning_module
+        inplace = owner is not None and getattr(owner.get_submodule(str(node.target)), "inplace", False) is True
+        return inputs(node) if inplace else []
     if node.op not in ("call_function", "call_method"):
         return []
     if isinstance(node.target, torch._ops.HigherOrderOperator):

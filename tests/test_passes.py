@@ -385,3 +385,75 @@ def test_what_is_changed_without_saying_so(fn, rewritten: bool) -> None:
     for a, b in zip(tensors(got), tensors(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+class Leaf(torch.nn.Module):
+    """What is named `where` goes through a module that `symbolic_trace` does not look into; what it returns is not used."""
+
+    def __init__(self, module: torch.nn.Module, where: str) -> None:
+        super().__init__()
+        self.module, self.where = module, where
+
+    def forward(self, q, k, v):
+        scores = q @ k.mT
+        if self.where in ("q", "scores"):
+            self.module(q if self.where == "q" else scores)
+        weights = scores.softmax(-1)
+        if self.where == "weights":
+            self.module(weights)
+        return weights @ v
+
+
+@pytest.mark.parametrize("where", ("q", "scores", "weights"))
+@pytest.mark.parametrize("module, rewritten", [
+    (torch.nn.Dropout(1.0, inplace=True), None), (torch.nn.Hardtanh(0.0, 0.05, inplace=True), False), (torch.nn.SiLU(inplace=True), False),
+    (torch.nn.Dropout(1.0), True), (torch.nn.SiLU(), None)], ids=str)
+def test_modules_that_work_in_place(module: torch.nn.Module, rewritten: bool | None, where: str) -> None:
+    """A leaf module with `inplace` changes what it is given, whoever reads its result."""
+    import attnfuse
+
+    torch.manual_seed(seed())
+    inputs = [x.contiguous() for x in torch.randn(3, 2, 9, 4, dtype=torch.float64)]
+    model = Leaf(module, where)
+    graph, report = attnfuse.rewrite(torch.fx.symbolic_trace(model), [x.clone() for x in inputs])
+    got, want = graph(*(x.clone() for x in inputs)), model(*(x.clone() for x in inputs))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert rewritten is None or [s.rewritten for s in report.sites] == [rewritten]
+
+
+def dropped_by_a_flag(weights, v):
+    F.dropout(weights, 1.0, True, inplace=True)
+    return weights @ v
+
+
+def dropped_by_name(weights, v):
+    torch.dropout_(weights, 1.0, True)
+    return weights @ v
+
+
+def dropped_elsewhere(weights, v):
+    """The near miss: a tensor that nothing reads."""
+    F.dropout(weights, 1.0, True)
+    return weights @ v
+
+
+def dropped_in_eval(weights, v):
+    F.dropout(weights, 1.0, False, inplace=True)
+    return weights @ v
+
+
+@pytest.mark.parametrize("recorded", (False, True))
+@pytest.mark.parametrize("fn", (dropped_by_a_flag, dropped_by_name, dropped_elsewhere, dropped_in_eval))
+def test_dropout_in_place_drops(fn, recorded: bool) -> None:
+    """Dropout that changes the weights counts, though the tensor that it returns is not named. With p = 1 nothing is left to chance."""
+    torch.manual_seed(seed())
+    exact = [x.requires_grad_(recorded) for x in torch.randn(3, 2, 9, 4, dtype=torch.float64).unbind()]
+    whole = lambda q, k, v: fn((q @ k.mT).softmax(-1) * 0.5, v)
+    compiled, reports = rewrite(whole)
+    inputs = [x.detach().clone().requires_grad_(recorded) for x in exact]
+    got, want = compiled(*inputs), whole(*exact)
+    assert [s.rewritten for r in reports for s in r.sites] == [True]
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    if recorded:
+        for a, b in zip(*(torch.autograd.grad(o.sum(), x) for o, x in ((got, inputs), (want, exact))), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
