@@ -97,7 +97,7 @@ def mutated(node: Node) -> list[Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return inputs(node) if _changes_inputs(node) else []
+        return _changed_inputs(node)
     target = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = next((o for o in (getattr(target, n) for n in target.overloads()) if o._schema.is_mutable), target)
@@ -140,18 +140,19 @@ def _flagged_inplace(node: Node) -> bool:
     return "inplace" in places and len(node.args) > places.index("inplace") and node.args[places.index("inplace")] is True
 
 
-def _changes_inputs(node: Node) -> bool:
-    """Whether a body that a higher-order operation calls changes what it is given."""
+def _changed_inputs(node: Node) -> list[Node]:
+    """What a body that a higher-order operation calls changes of what it is given: told by its memory, all of it where that does not tell."""
+    given = inputs(node)
     if "mutation" in getattr(node.target, "_name", str(node.target)):
-        return True
+        return given
     owner = node.graph.owning_module
+    changed: set[int | None] = set()
     for arg in _nodes([node.args, dict(node.kwargs)]):
         body = getattr(owner, str(arg.target), None) if arg.op == "get_attr" and owner is not None and "." not in str(arg.target) else None
         if isinstance(body, torch.fx.GraphModule):
-            given = {storage(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
-            if any(storage(t) in given for n in body.graph.nodes for t in mutated(n)):
-                return True
-    return False
+            theirs = {storage(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
+            changed |= theirs & {storage(t) for n in body.graph.nodes for t in mutated(n)}
+    return [n for n in given if storage(n) in changed] if changed <= {storage(n) for n in given} else given
 
 
 def storage(node: Node) -> int | None:

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.fx import Graph
 
 from attnfuse.passes import assemble, nodes, pipeline
@@ -339,8 +340,7 @@ def shifted_copy(q, k, v, mask):
 
 
 @pytest.mark.parametrize("fn, rewritten", [(shifted, False), (shifted_by_a_method, False), (shifted_copy, True)])
-def test_a_mask_that_is_shifted_in_place(fn, rewritten: bool) -> None:
-    torch.manual_seed(seed())
+def test_a_mask_that_is_shifted_in_place(fn, rewritten: bool, seed: int) -> None:
     q, k, v = torch.randn(3, 2, 9, 4, dtype=torch.float64)
     mask = torch.randint(0, 4, (2, 9, 9))
     theirs, mine = mask.clone(), mask.clone()
@@ -373,9 +373,8 @@ def looked_up(max_norm: float | None, lookup):
     (normalised_keys(True), False), (normalised_keys(False), True),
     (looked_up(0.5, F.embedding), False), (looked_up(None, F.embedding), True),
     (looked_up(0.5, F.embedding_bag), False), (looked_up(None, F.embedding_bag), True)])
-def test_what_is_changed_without_saying_so(fn, rewritten: bool) -> None:
+def test_what_is_changed_without_saying_so(fn, rewritten: bool, seed: int) -> None:
     """Running statistics in training, and a table whose rows are held to a norm, change between the scores and the product."""
-    torch.manual_seed(seed())
     q, k, v = torch.randn(3, 2, 9, 4, dtype=torch.float64)
     table = torch.rand(9, 9, dtype=torch.float64) + 0.5
     theirs, mine = table.clone(), table.clone()
@@ -408,11 +407,10 @@ class Leaf(torch.nn.Module):
 @pytest.mark.parametrize("module, rewritten", [
     (torch.nn.Dropout(1.0, inplace=True), None), (torch.nn.Hardtanh(0.0, 0.05, inplace=True), False), (torch.nn.SiLU(inplace=True), False),
     (torch.nn.Dropout(1.0), True), (torch.nn.SiLU(), None)], ids=str)
-def test_modules_that_work_in_place(module: torch.nn.Module, rewritten: bool | None, where: str) -> None:
+def test_modules_that_work_in_place(module: torch.nn.Module, rewritten: bool | None, where: str, seed: int) -> None:
     """A leaf module with `inplace` changes what it is given, whoever reads its result."""
     import attnfuse
 
-    torch.manual_seed(seed())
     inputs = [x.contiguous() for x in torch.randn(3, 2, 9, 4, dtype=torch.float64)]
     model = Leaf(module, where)
     graph, report = attnfuse.rewrite(torch.fx.symbolic_trace(model), [x.clone() for x in inputs])
@@ -444,9 +442,8 @@ def dropped_in_eval(weights, v):
 
 @pytest.mark.parametrize("recorded", (False, True))
 @pytest.mark.parametrize("fn", (dropped_by_a_flag, dropped_by_name, dropped_elsewhere, dropped_in_eval))
-def test_dropout_in_place_drops(fn, recorded: bool) -> None:
+def test_dropout_in_place_drops(fn, recorded: bool, seed: int) -> None:
     """Dropout that changes the weights counts, though the tensor that it returns is not named. With p = 1 nothing is left to chance."""
-    torch.manual_seed(seed())
     exact = [x.requires_grad_(recorded) for x in torch.randn(3, 2, 9, 4, dtype=torch.float64).unbind()]
     whole = lambda q, k, v: fn((q @ k.mT).softmax(-1) * 0.5, v)
     compiled, reports = rewrite(whole)
@@ -457,3 +454,28 @@ def test_dropout_in_place_drops(fn, recorded: bool) -> None:
     if recorded:
         for a, b in zip(*(torch.autograd.grad(o.sum(), x) for o, x in ((got, inputs), (want, exact))), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def normalised_in_a_body(q, k, v, mean, var):
+    """Checkpointing, whose body reads the result and updates running statistics: it does not change the result."""
+    out = (q @ k.mT).softmax(-1) @ v
+    body = lambda x, m, s: F.batch_norm(x.flatten(0, 1), m, s, training=True)
+    return torch.utils.checkpoint.checkpoint(body, out, mean, var, use_reentrant=False)
+
+
+def statistics_read_before_a_body(q, k, v, mean, var):
+    scores = q @ k.mT + mean[0]
+    body = lambda x, m, s: F.batch_norm(x.flatten(0, 1), m, s, training=True)
+    other = torch.utils.checkpoint.checkpoint(body, v, mean, var, use_reentrant=False)
+    return scores.softmax(-1) @ v + other.view_as(v)
+
+
+@pytest.mark.parametrize("fn, rewritten", [(normalised_in_a_body, True), (statistics_read_before_a_body, False)])
+def test_what_a_body_changes(fn, rewritten: bool, seed: int) -> None:
+    """Of what a body is given, only what it changes counts as changed."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 9, 4, dtype=torch.float64).unbind())
+    mean, var = torch.randn(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    compiled, reports = rewrite(fn)
+    got, want = compiled(q, k, v, mean.clone(), var.clone()), fn(q, k, v, mean.clone(), var.clone())
+    assert [s.rewritten for r in reports for s in r.sites] == [rewritten]
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
