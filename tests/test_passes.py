@@ -464,7 +464,7 @@ def normalised_in_a_body(q, k, v, mean, var):
 
 
 def statistics_read_before_a_body(q, k, v, mean, var):
-    scores = q @ k.mT + mean[0]
+    scores = q @ k.mT * mean[0]
     body = lambda x, m, s: F.batch_norm(x.flatten(0, 1), m, s, training=True)
     other = torch.utils.checkpoint.checkpoint(body, v, mean, var, use_reentrant=False)
     return scores.softmax(-1) @ v + other.view_as(v)
