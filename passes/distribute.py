@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import nodes
 from .expand import Expansion
+from .region import GraphFacts
 
 _SUMS: dict[str, Any] = {"add": operator.add, "__add__": operator.add, "sub": operator.sub, "subtract": operator.sub, "__sub__": operator.sub}
 _PRODUCTS = frozenset({"matmul", "bmm", "__matmul__"})
@@ -25,7 +26,11 @@ _REACH = 12
 
 def sums(gm: GraphModule) -> list[Node]:
     """The value products of a graph whose weights are the sum or difference of two softmaxes, in graph order."""
-    return [n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and nodes.name(n) in _PRODUCTS and n.users and _parts(n) is not None]
+    found = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and nodes.name(n) in _PRODUCTS and n.users and _parts(n) is not None]
+    if not found:
+        return []
+    facts = GraphFacts(gm)
+    return [n for n in found if _as_summed(n, facts)]
 
 
 def distribute(gm: GraphModule, product: Node) -> Expansion:
@@ -40,6 +45,16 @@ def distribute(gm: GraphModule, product: Node) -> Expansion:
         total = _made(graph, product, tuple(halves), "call_function", _SUMS[nodes.name(weights)])
     product.replace_all_uses_with(total)
     return Expansion(product, [(total, [product])], [*halves, total])
+
+
+def _as_summed(product: Node, facts: GraphFacts) -> bool:
+    """Whether the product may read the summands where so far it reads their sum: nothing changes them once they are summed (a change behind
+    the product too would spoil what it keeps for a gradient), and gradients are recorded at both places or at neither."""
+    weights, parts = product.args[0], _parts(product)
+    assert isinstance(weights, Node) and parts is not None
+    here = facts.position
+    changed = any(here[m] > here[weights] for part in parts for m in facts.mutations.get(nodes.storage(part) or 0, []))
+    return not changed and all((weights in some) == (product in some) for some in (facts.no_grad, facts.inference))
 
 
 def _made(graph: Graph, product: Node, args: tuple[Any, ...], op: str, target: Any) -> Node:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
@@ -33,10 +34,14 @@ TRANSPARENT = frozenset({
     "mul", "multiply", "div", "truediv", "true_divide", "divide", "neg", "negative", "rmul", "__mul__", "__rmul__", "__truediv__"})
 _OUT_OF_PLACE = frozenset({"__getitem__", "__matmul__", "__mul__", "__rmul__", "__rmatmul__", "__truediv__", "__add__", "__radd__", "__and__",
                            "__or__", "__sub__", "__rsub__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__neg__", "__invert__"})
-_INPLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
-                                "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__",
-                                "__ifloordiv__", "__imod__", "__ipow__"})
+_INPLACE_OPERATORS = frozenset({
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift", "setitem",
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__",
+    "__ilshift__", "__irshift__", "__idiv__", "__setitem__"})
 
+_SIDE_EFFECTS = {F.embedding: ("max_norm", ("weight",)), F.embedding_bag: ("max_norm", ("weight",)),
+                 F.batch_norm: ("training", ("running_mean", "running_var")), F.instance_norm: ("use_input_stats", ("running_mean", "running_var"))}
+"""Functions whose names do not tell that they change something: by which flag, and which of their arguments."""
 _MOST_DEAD = 16
 """Dead code longer than this is taken for live."""
 
@@ -85,10 +90,14 @@ def is_builtin(node: Node) -> bool:
 
 def mutated(node: Node) -> list[Node]:
     """The nodes whose tensors a call changes in place."""
+    if node.op == "call_module":                    # of symbolic_trace: nn.ReLU(inplace=True)
+        owner = node.graph.owning_module
+        inplace = owner is not None and getattr(owner.get_submodule(str(node.target)), "inplace", False) is True
+        return inputs(node) if inplace else []
     if node.op not in ("call_function", "call_method"):
         return []
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return inputs(node) if _changes_inputs(node) else []
+        return _changed_inputs(node)
     target = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = next((o for o in (getattr(target, n) for n in target.overloads()) if o._schema.is_mutable), target)
@@ -104,7 +113,15 @@ def mutated(node: Node) -> list[Node]:
     inplace = called in _INPLACE_OPERATORS or (marked and not plain)
     if inplace or _flagged_inplace(node):
         out += _nodes([node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))])
-    return out
+    return out + _on_the_side(node) if node.op == "call_function" and target in _SIDE_EFFECTS else out
+
+
+def _on_the_side(node: Node) -> list[Node]:
+    """Running statistics that a normalisation updates, a table that a lookup scales down."""
+    flag, changed = _SIDE_EFFECTS[node.target]  # type: ignore[index]
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    given.apply_defaults()
+    return [] if given.arguments[flag] in (None, False) else _nodes([given.arguments[c] for c in changed])
 
 
 def _nodes(args: Any) -> list[Node]:
@@ -123,18 +140,19 @@ def _flagged_inplace(node: Node) -> bool:
     return "inplace" in places and len(node.args) > places.index("inplace") and node.args[places.index("inplace")] is True
 
 
-def _changes_inputs(node: Node) -> bool:
-    """Whether a body that a higher-order operation calls changes what it is given."""
+def _changed_inputs(node: Node) -> list[Node]:
+    """What a body that a higher-order operation calls changes of what it is given: told by its memory, all of it where that does not tell."""
+    given = inputs(node)
     if "mutation" in getattr(node.target, "_name", str(node.target)):
-        return True
+        return given
     owner = node.graph.owning_module
+    changed: set[int | None] = set()
     for arg in _nodes([node.args, dict(node.kwargs)]):
         body = getattr(owner, str(arg.target), None) if arg.op == "get_attr" and owner is not None and "." not in str(arg.target) else None
         if isinstance(body, torch.fx.GraphModule):
-            given = {storage(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
-            if any(storage(t) in given for n in body.graph.nodes for t in mutated(n)):
-                return True
-    return False
+            theirs = {storage(n) for n in body.graph.nodes if n.op in ("placeholder", "get_attr")} - {None}
+            changed |= theirs & {storage(t) for n in body.graph.nodes for t in mutated(n)}
+    return [n for n in given if storage(n) in changed] if changed <= {storage(n) for n in given} else given
 
 
 def storage(node: Node) -> int | None:

@@ -58,7 +58,10 @@ def _dropout(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
         x = args[0] if args else kwargs["input"]
         p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    return torch.ops.aten.native_dropout.default(x, p, True)[0] if training and p > 0 else x
+    if not (training and p > 0):
+        return x
+    out = torch.ops.aten.native_dropout.default(x, p, True)[0]
+    return x.copy_(out) if nodes.mutated(node) else out
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,

@@ -120,3 +120,64 @@ def test_what_comes_to_nothing_is_put_back(seed: int) -> None:
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(fn, backend=backend)(*inputs), fn(*inputs))
     assert sum("matmul" in str(n.target) for n in graphs[0].graph.nodes) == 3
+
+
+def changed_behind_the_sum(q, k, v, lam):
+    first, second = causal(q, k), causal(k, q)
+    w = first - lam * second
+    first.zero_()
+    return w @ v
+
+
+def a_factor_changed_behind_the_sum(q, k, v, lam):
+    second = causal(k, q) * lam
+    w = torch.sub(causal(q, k), second)
+    second.view(-1).add_(1.0)
+    return w @ v
+
+
+def changed_behind_the_product(q, k, v, lam):
+    """Changed once it is summed: a product of its own would have kept it for a gradient."""
+    second = causal(k, q) * lam
+    out = (causal(q, k) - second) @ v
+    second.zero_()
+    return out
+
+
+def summed_without_a_gradient(q, k, v, lam):
+    first, second = causal(q, k), causal(k, q)
+    with torch.no_grad():
+        w = first - lam * second
+    return w @ v
+
+
+def changed_before_the_sum(q, k, v, lam):
+    """The near miss: what is summed is what the two products read."""
+    second = causal(k, q) * 2
+    second.mul_(lam)
+    return (causal(q, k) - second) @ v
+
+
+def without_a_gradient(q, k, v, lam):
+    """The near miss: no gradient of the sum, and none of the product."""
+    with torch.no_grad():
+        out = (causal(q, k) - lam * causal(k, q)) @ v
+    return out + q
+
+
+@pytest.mark.parametrize("fn, apart, grad", [
+    (changed_behind_the_sum, False, False), (a_factor_changed_behind_the_sum, False, False), (a_factor_changed_behind_the_sum, False, True),
+    (changed_behind_the_product, False, True), (summed_without_a_gradient, False, True), (changed_before_the_sum, True, True),
+    (without_a_gradient, True, True)])
+def test_the_sum_is_read_as_it_was(fn, apart: bool, grad: bool, seed: int) -> None:
+    """Two products read the summands where one read their sum: the values and the gradients may not tell."""
+    compiled, reports = rewrite(fn)
+    exact = [x.requires_grad_(grad) for x in data(seed, torch.float64)]
+    inputs = [x.detach().clone().requires_grad_(grad) for x in exact]
+    want, got = fn(*exact), compiled(*inputs)
+    assert any(s.rewritten for r in reports for s in r.sites) == apart
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    assert got.requires_grad == want.requires_grad == grad
+    if grad:
+        for a, b in zip(*(torch.autograd.grad(o.sin().sum(), x, allow_unused=True) for o, x in ((got, inputs), (want, exact))), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)

@@ -1,10 +1,14 @@
 """Detection: every row of the table gives the program it must, or the refusal it must; every rewrite keeps the values."""
 from __future__ import annotations
 
+import operator
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch.fx import Graph
 
 from attnfuse.passes import assemble, nodes, pipeline
 from attnfuse.passes.region import memory_order
@@ -282,3 +286,196 @@ def test_a_captured_tensor_of_another_device_is_refused() -> None:
     spec = object.__new__(assemble._Spec)
     with pytest.raises(Exception, match="device"):
         assemble._Spec._check_tensors(spec, [here, there], ())
+
+
+def _changes(call) -> bool | None:
+    """Whether a call changes its first argument, tried on integers and on booleans; None where it takes neither."""
+    seen = []
+    for first in (torch.tensor([5, 7]), torch.tensor([True, False])):
+        other = torch.ones_like(first) * 2 if first.dtype != torch.bool else torch.tensor([False, True])
+        before = first.clone()
+        try:
+            call(first, other)
+        except Exception:  # it does not take these: nothing to learn
+            continue
+        seen.append(not torch.equal(first, before))
+    return any(seen) if seen else None
+
+
+def test_operators_that_change_their_argument() -> None:
+    """Every operator of two arguments, as a function and as a method, against what it does."""
+    graph = Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    told: dict[str, tuple[bool, bool]] = {}
+    for name in dir(operator):
+        changes = _changes(getattr(operator, name)) if not name.startswith("_") and callable(getattr(operator, name)) else None
+        if changes is not None:
+            told[name] = changes, nodes.mutated(graph.call_function(getattr(operator, name), (x, y))) == [x]
+    for name in dir(torch.Tensor):
+        dunder = name.startswith("__") and callable(getattr(torch.Tensor, name)) and name not in ("__class__", "__init__", "__new__")
+        changes = _changes(getattr(torch.Tensor, name)) if dunder else None
+        if changes is not None:
+            told[name] = changes, nodes.mutated(graph.call_method(name, (x, y))) == [x]
+    assert {"irshift", "and_", "or_", "iand", "__ilshift__", "__and__"} <= set(told)
+    assert {n: t for n, t in told.items() if t[0] != t[1]} == {}
+
+
+def shifted(q, k, v, mask):
+    """The mask is changed between its use and the product: the scores hold what it was."""
+    scores = (q @ k.mT).masked_fill(mask == 0, -1e9)
+    mask >>= 1
+    return scores.softmax(-1) @ v
+
+
+def shifted_by_a_method(q, k, v, mask):
+    scores = (q @ k.mT).masked_fill(mask == 0, -1e9)
+    mask.__ilshift__(1)
+    return scores.softmax(-1) @ v
+
+
+def shifted_copy(q, k, v, mask):
+    """The near miss: a new tensor."""
+    scores = (q @ k.mT).masked_fill(mask >> 1 == 0, -1e9)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn, rewritten", [(shifted, False), (shifted_by_a_method, False), (shifted_copy, True)])
+def test_a_mask_that_is_shifted_in_place(fn, rewritten: bool, seed: int) -> None:
+    q, k, v = torch.randn(3, 2, 9, 4, dtype=torch.float64)
+    mask = torch.randint(0, 4, (2, 9, 9))
+    theirs, mine = mask.clone(), mask.clone()
+    compiled, reports = rewrite(fn)
+    want, got = fn(q, k, v, theirs), compiled(q, k, v, mine)
+    assert [s.rewritten for r in reports for s in r.sites] == [rewritten]
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert torch.equal(mine, theirs)
+
+
+def normalised_keys(training: bool):
+    def fn(q, k, v, table):
+        """The scores hold the running mean as it was before the batch."""
+        scores = q @ k.mT + table[0]
+        values = F.batch_norm(v.flatten(0, 1), table[0, :4], table[1, :4], training=training).view_as(v)
+        return scores.softmax(-1) @ v + values
+    return fn
+
+
+def looked_up(max_norm: float | None, lookup):
+    def fn(q, k, v, table):
+        """The scores hold the table as it was before the lookup scaled it down."""
+        scores = q @ k.mT + table
+        found = lookup(torch.arange(9).view(1, -1), table, max_norm=max_norm)
+        return scores.softmax(-1) @ v, found
+    return fn
+
+
+@pytest.mark.parametrize("fn, rewritten", [
+    (normalised_keys(True), False), (normalised_keys(False), True),
+    (looked_up(0.5, F.embedding), False), (looked_up(None, F.embedding), True),
+    (looked_up(0.5, F.embedding_bag), False), (looked_up(None, F.embedding_bag), True)])
+def test_what_is_changed_without_saying_so(fn, rewritten: bool, seed: int) -> None:
+    """Running statistics in training, and a table whose rows are held to a norm, change between the scores and the product."""
+    q, k, v = torch.randn(3, 2, 9, 4, dtype=torch.float64)
+    table = torch.rand(9, 9, dtype=torch.float64) + 0.5
+    theirs, mine = table.clone(), table.clone()
+    compiled, reports = rewrite(fn)
+    want, got = fn(q, k, v, theirs), compiled(q, k, v, mine)
+    assert [s.rewritten for r in reports for s in r.sites] == [rewritten]
+    for a, b in zip(tensors(got), tensors(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+class Leaf(torch.nn.Module):
+    """What is named `where` goes through a module that `symbolic_trace` does not look into; what it returns is not used."""
+
+    def __init__(self, module: torch.nn.Module, where: str) -> None:
+        super().__init__()
+        self.module, self.where = module, where
+
+    def forward(self, q, k, v):
+        scores = q @ k.mT
+        if self.where in ("q", "scores"):
+            self.module(q if self.where == "q" else scores)
+        weights = scores.softmax(-1)
+        if self.where == "weights":
+            self.module(weights)
+        return weights @ v
+
+
+@pytest.mark.parametrize("where", ("q", "scores", "weights"))
+@pytest.mark.parametrize("module, rewritten", [
+    (torch.nn.Dropout(1.0, inplace=True), None), (torch.nn.Hardtanh(0.0, 0.05, inplace=True), False), (torch.nn.SiLU(inplace=True), False),
+    (torch.nn.Dropout(1.0), True), (torch.nn.SiLU(), None)], ids=str)
+def test_modules_that_work_in_place(module: torch.nn.Module, rewritten: bool | None, where: str, seed: int) -> None:
+    """A leaf module with `inplace` changes what it is given, whoever reads its result."""
+    import attnfuse
+
+    inputs = [x.contiguous() for x in torch.randn(3, 2, 9, 4, dtype=torch.float64)]
+    model = Leaf(module, where)
+    graph, report = attnfuse.rewrite(torch.fx.symbolic_trace(model), [x.clone() for x in inputs])
+    got, want = graph(*(x.clone() for x in inputs)), model(*(x.clone() for x in inputs))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert rewritten is None or [s.rewritten for s in report.sites] == [rewritten]
+
+
+def dropped_by_a_flag(weights, v):
+    F.dropout(weights, 1.0, True, inplace=True)
+    return weights @ v
+
+
+def dropped_by_name(weights, v):
+    torch.dropout_(weights, 1.0, True)
+    return weights @ v
+
+
+def dropped_elsewhere(weights, v):
+    """The near miss: a tensor that nothing reads."""
+    F.dropout(weights, 1.0, True)
+    return weights @ v
+
+
+def dropped_in_eval(weights, v):
+    F.dropout(weights, 1.0, False, inplace=True)
+    return weights @ v
+
+
+@pytest.mark.parametrize("recorded", (False, True))
+@pytest.mark.parametrize("fn", (dropped_by_a_flag, dropped_by_name, dropped_elsewhere, dropped_in_eval))
+def test_dropout_in_place_drops(fn, recorded: bool, seed: int) -> None:
+    """Dropout that changes the weights counts, though the tensor that it returns is not named. With p = 1 nothing is left to chance."""
+    exact = [x.requires_grad_(recorded) for x in torch.randn(3, 2, 9, 4, dtype=torch.float64).unbind()]
+    whole = lambda q, k, v: fn((q @ k.mT).softmax(-1) * 0.5, v)
+    compiled, reports = rewrite(whole)
+    inputs = [x.detach().clone().requires_grad_(recorded) for x in exact]
+    got, want = compiled(*inputs), whole(*exact)
+    assert [s.rewritten for r in reports for s in r.sites] == [True]
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    if recorded:
+        for a, b in zip(*(torch.autograd.grad(o.sum(), x) for o, x in ((got, inputs), (want, exact))), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def normalised_in_a_body(q, k, v, mean, var):
+    """Checkpointing, whose body reads the result and updates running statistics: it does not change the result."""
+    out = (q @ k.mT).softmax(-1) @ v
+    body = lambda x, m, s: F.batch_norm(x.flatten(0, 1), m, s, training=True)
+    return torch.utils.checkpoint.checkpoint(body, out, mean, var, use_reentrant=False)
+
+
+def statistics_read_before_a_body(q, k, v, mean, var):
+    scores = q @ k.mT * mean[0]
+    body = lambda x, m, s: F.batch_norm(x.flatten(0, 1), m, s, training=True)
+    other = torch.utils.checkpoint.checkpoint(body, v, mean, var, use_reentrant=False)
+    return scores.softmax(-1) @ v + other.view_as(v)
+
+
+@pytest.mark.parametrize("fn, rewritten", [(normalised_in_a_body, True), (statistics_read_before_a_body, False)])
+def test_what_a_body_changes(fn, rewritten: bool, seed: int) -> None:
+    """Of what a body is given, only what it changes counts as changed."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 9, 4, dtype=torch.float64).unbind())
+    mean, var = torch.randn(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    compiled, reports = rewrite(fn)
+    got, want = compiled(q, k, v, mean.clone(), var.clone()), fn(q, k, v, mean.clone(), var.clone())
+    assert [s.rewritten for r in reports for s in r.sites] == [rewritten]
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
