@@ -150,7 +150,7 @@ def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor]
         grads = None
         if _forced == "auto" and grad_out.device.type == "cpu":
             grads = cpu.backward(parsed, grad_out, operands, out, stats, sizes, needs)
-        elif grad_out.device.type == "cuda" and (_forced == "triton" or (_forced == "auto" and current().executor != "torch")):
+        elif _forced == "triton" or (_forced == "auto" and grad_out.device.type == "cuda" and current().executor != "torch"):
             grads = _generated("backward", parsed, grad_out, operands, out, stats, sizes, seed, needs)
         if grads is None:
             grads = walker.backward(parsed, grad_out, operands, out, stats, sizes, seed, needs)

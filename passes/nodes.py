@@ -42,6 +42,8 @@ _INPLACE_OPERATORS = frozenset({
 _SIDE_EFFECTS = {F.embedding: ("max_norm", ("weight",)), F.embedding_bag: ("max_norm", ("weight",)),
                  F.batch_norm: ("training", ("running_mean", "running_var")), F.instance_norm: ("use_input_stats", ("running_mean", "running_var"))}
 """Functions whose names do not tell that they change something: by which flag, and which of their arguments."""
+_STATISTICS = frozenset({torch.batch_norm, torch.instance_norm})
+"""The same without a signature to ask: their fourth and fifth arguments may change."""
 _MOST_DEAD = 16
 """Dead code longer than this is taken for live."""
 
@@ -113,6 +115,8 @@ def mutated(node: Node) -> list[Node]:
     inplace = called in _INPLACE_OPERATORS or (marked and not plain)
     if inplace or _flagged_inplace(node):
         out += _nodes([node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))])
+    if node.op == "call_function" and target in _STATISTICS:
+        out += _nodes([*node.args[3:5], node.kwargs.get("running_mean"), node.kwargs.get("running_var")])
     return out + _on_the_side(node) if node.op == "call_function" and target in _SIDE_EFFECTS else out
 
 

@@ -360,6 +360,13 @@ def normalised_keys(training: bool):
     return fn
 
 
+def normalised_by_the_operator(q, k, v, table):
+    """The same by the function below `F.batch_norm`."""
+    scores = q @ k.mT + table[0]
+    values = torch.batch_norm(v.flatten(0, 1), None, None, table[0, :4], table[1, :4], True, 0.1, 1e-5, False).view_as(v)
+    return scores.softmax(-1) @ v + values
+
+
 def looked_up(max_norm: float | None, lookup):
     def fn(q, k, v, table):
         """The scores hold the table as it was before the lookup scaled it down."""
@@ -370,7 +377,7 @@ def looked_up(max_norm: float | None, lookup):
 
 
 @pytest.mark.parametrize("fn, rewritten", [
-    (normalised_keys(True), False), (normalised_keys(False), True),
+    (normalised_keys(True), False), (normalised_keys(False), True), (normalised_by_the_operator, False),
     (looked_up(0.5, F.embedding), False), (looked_up(None, F.embedding), True),
     (looked_up(0.5, F.embedding_bag), False), (looked_up(None, F.embedding_bag), True)])
 def test_what_is_changed_without_saying_so(fn, rewritten: bool, seed: int) -> None:
