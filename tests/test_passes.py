@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import secrets
 import warnings
 
 import pytest
@@ -34,7 +36,7 @@ def rewrite(fn, settings: Settings | None = None, dynamic: bool | None = None):
 
 def seed() -> int:
     """Fresh every run, printed by pytest where a test fails."""
-    found = int(torch.randint(0, 2 ** 31, (1,)))
+    found = int(os.environ.get("ATTNFUSE_TEST_SEED") or secrets.randbelow(2 ** 31))
     print("seed", found)
     return found
 
@@ -88,7 +90,9 @@ def test_gradients(case: Case) -> None:
     torch.autograd.backward([x for x in ref if x.requires_grad], upstream)
     for a, b in zip(leaves, exact, strict=True):
         if b.grad is not None:
-            torch.testing.assert_close(a.grad.double(), b.grad, atol=5e-5, rtol=5e-5)
+            # A mask that is multiplied by -10000 gets gradients of that size, and what cancels beside them is as wrong as they are.
+            near = max(5e-5, 1e-6 * b.grad.abs().max().item())
+            torch.testing.assert_close(a.grad.double(), b.grad, atol=near, rtol=5e-5)
 
 
 @pytest.mark.parametrize("sum_first", [True, False])
