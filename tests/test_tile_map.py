@@ -427,3 +427,25 @@ def test_kernels_along_maps_fit(target: tuple[str, int | str]) -> None:
         for one in found:
             assert one.shared <= device.shared and one.plan.block_m <= 64 and one.plan.block_n <= 64
             assert not one.spills or target[0] != "cuda" or one.spills <= 64, (depth, str(one.plan), one.spills)
+
+
+@outside
+@pytest.mark.parametrize("target", [("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942")], ids=str)
+def test_kernels_that_make_maps_compile(target: tuple[str, int | str]) -> None:
+    """Both kernels, with 32-bit and 64-bit offsets, without a device: hardly any shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile as build
+
+    kinds = {"bool": "*i1", "int32": "*i32", "float32": "*fp32"}
+    lanes = 64 if target[0] == "hip" else 32
+    for case, wide in ((BY_NAME["segments"], False), (SPARSE, True), (ONES, False)):
+        found = tilemap.mapped(case.spec())
+        assert found is not None
+        kernel, module = tile_map.emit(found.mask, wide), tile_map._module(found.mask, wide)
+        types = {p.name: kinds[found.mask.operands[p.operand].dtype] if isinstance(p.operand, int) else "*i8" for p in kernel.pointers}
+        types |= {a.name: "i32" for a in kernel.integers} | {n: "constexpr" for n, _ in kernel.constants}
+        lists = {"bits_ptr": "*i8", "lists_ptr": "*i32", "CHUNK": "constexpr"}
+        for function, signature, constants in ((getattr(module, kernel.name), types, dict(kernel.constants)), (module.list_tiles, lists, {"CHUNK": 128})):
+            whole = {n: signature.get(n, "i32") for n in function.arg_names}
+            made = build(ASTSource(fn=function, signature=whole, constexprs=constants), target=GPUTarget(*target, lanes), options={"num_warps": 4})
+            assert made.metadata.shared <= 1024
