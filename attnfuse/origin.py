@@ -3,6 +3,7 @@ that got its compiled graph from a cache never saw the model's lines, and its fi
 from __future__ import annotations
 
 from .spec import AttentionSpec
+from .tilemap import without
 
 _places: dict[str, str] = {}
 
@@ -24,4 +25,4 @@ def of(spec: AttentionSpec) -> str | None:
     >>> of(AttentionSpec((), (q, k, v), Access(0, (i, d)), Access(1, (j, d)), Access(2, (j, e)), empty_rows="zero")) is None
     True
     """
-    return _places.get(spec.digest())
+    return _places.get(without(spec).digest())

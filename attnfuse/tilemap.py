@@ -147,8 +147,9 @@ def ranges_of(spec: AttentionSpec) -> Ranges:
 
 
 def without(spec: AttentionSpec) -> AttentionSpec:
-    """The same attention for executors that need no map."""
-    return spec if spec.tiles is None else replace(spec, tiles=None)
+    """The attention as it was before it got a map, whose two tensors are its last operands: for executors that need none, and for what is
+    kept of an attention by its meaning."""
+    return spec if spec.tiles is None else replace(spec, operands=spec.operands[:-2], tiles=None)
 
 
 def _conditions(score: Expr, spec: AttentionSpec) -> Iterator[Condition]:

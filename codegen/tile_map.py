@@ -22,7 +22,7 @@ from .arguments import Arguments, Names, Size, number
 from .emission import RESERVED, Kernel
 from .helpers import HELPERS
 from .scores import Body, Programs
-from .text import prepare
+from .text import level, prepare
 from .writer import Writer
 
 ALIVE, FULL = 1, 2
@@ -107,8 +107,6 @@ def emit(mask: Mask, wide: bool) -> Kernel:
 
 def _along(body: Body, programs: Programs, predicate: Any) -> str:
     """The text of a predicate, of the shape of a tile or broadcasting to it."""
-    from .text import level
-
     text = body.text(predicate)
     where = level(predicate)
     if where in ("tile", "scalar"):

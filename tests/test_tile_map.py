@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import attnfuse
-from attnfuse import ops, tilemap
+from attnfuse import ops, origin, tilemap, tuning, walker
 from attnfuse.codegen import launch, launch_backward, offline, tile_map
 from attnfuse.codegen.jobs import Job
 from attnfuse.codegen.tiles import DEVICES
@@ -165,6 +165,27 @@ def test_the_map_says_what_the_weights_show(case: Case, seed: int) -> None:
                             assert not square.any()
                         elif tile * 64 + 64 <= length:
                             assert not square.all()
+
+
+def test_what_is_known_of_an_attention_holds_for_it_with_a_map(seed: int) -> None:
+    """Its place in the model, whether its kernels are to be timed, and what the walker makes of it."""
+    plain = BY_NAME["segments"].spec()
+    operands, sizes = BY_NAME["segments"].inputs(Shape((1, 2), 70, 90), torch.float32, seed)
+    spec, with_lists = with_map(plain, operands, sizes)
+    assert spec != plain and tilemap.without(spec) == plain
+    assert not tuning.asked(spec)
+    tuning.ask([plain])
+    origin.note(plain, "layers.0", "model.py:18")
+    try:
+        assert tuning.asked(spec) and origin.of(spec) == "model.py:18 (layers.0)"
+    finally:
+        tuning._asked.discard(plain)
+        origin._places.pop(plain.digest())
+    (out, stats), (want, _) = (walker.forward(s, o, sizes) for s, o in ((spec, with_lists), (plain, operands)))
+    assert torch.equal(out.nan_to_num(), want.nan_to_num())
+    needs = [t.is_floating_point() for t in with_lists]
+    grads = [walker.backward(s, torch.ones_like(out), o, out, stats, sizes, None, needs[:len(o)]) for s, o in ((spec, with_lists), (plain, operands))]
+    assert len(grads[0]) == len(with_lists) and all(a is b is None or torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*grads))
 
 
 # ---- who gets a map
