@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from attnfuse.report import PassRecord, Report, Site
 from attnfuse.settings import NAMES, PREFIX, Settings
+from tests.seeds import draw
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # several workers share the cores
 
@@ -28,10 +29,9 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def seed() -> int:
-    """Fresh for every test and set; printed, so that a failure can be repeated by ATTNFUSE_TEST_SEED."""
-    value = int(os.environ.get("ATTNFUSE_TEST_SEED") or torch.seed() % 2 ** 31)
-    print(f"ATTNFUSE_TEST_SEED={value}")
+def seed(request: pytest.FixtureRequest) -> int:
+    """The test's own (`seeds.draw`), and set."""
+    value = draw(request.node.nodeid)
     torch.manual_seed(value)
     return value
 

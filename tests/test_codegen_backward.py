@@ -6,8 +6,6 @@ tests/test_codegen_backward.py`` runs the cases directly.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
 from attnfuse.reference import reference
 from attnfuse.spec import Access, AttentionSpec, Operand
+from tests.interpreted import run_in_interpreter
 from tests.oracle import rounding, truth
 from tests.specs import BY_NAME, CASES, CAUSAL, Case, Shape, padding, variant
 
@@ -35,10 +34,7 @@ LENGTHS = (0, 1, 16, 33)
 @pytest.mark.parametrize("which", ("every_mechanism", "not every_mechanism"))
 def test_in_the_interpreter(which: str, tmp_path: Path) -> None:
     """In two halves, for two cores."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, __file__]
-    run = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_in_interpreter(__file__, tmp_path, "-k", which)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import torch
 from attnfuse.codegen import launch
 from attnfuse.reference import reference
 from attnfuse.spec import AttentionSpec
+from tests.interpreted import run_in_interpreter
 from tests.specs import BY_NAME, CASES, Case, Shape
 
 INSIDE = launch.interpreting()
@@ -26,16 +27,7 @@ LENGTHS = (0, 1, 15, 16, 17, 33, 129)
 
 @pytest.mark.skipif(INSIDE, reason="this is the process of its own")
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", __file__] if _xdist() else
-                         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-                         env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-
-
-def _xdist() -> bool:
-    import importlib.util
-    return importlib.util.find_spec("xdist") is not None
+    run_in_interpreter(__file__, tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import secrets
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,31 +16,25 @@ from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.tiles import SMALLEST, known
 from attnfuse.reference import reference
 from attnfuse.spec import AttentionSpec
+from tests.interpreted import run_in_interpreter
 from tests.oracle import rounding, truth
 from tests.random_specs import random_case
+from tests.seeds import draw
 from tests.specs import with_map
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-FIRST = int(os.environ.get("ATTNFUSE_TEST_SEED") or secrets.randbelow(2 ** 30))
-
-
-def run(count: int, tmp_path: Path) -> None:
-    """A process of its own, for Triton decides at import whether it interprets."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "ATTNFUSE_TEST_COUNT": str(count)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+FIRST = draw("random attentions") if INSIDE else 0
 
 
 @pytest.mark.skipif(INSIDE, reason="this is the process of its own")
 def test_some_in_the_interpreter(tmp_path: Path) -> None:
-    run(30, tmp_path)
+    run_in_interpreter(__file__, tmp_path, ATTNFUSE_TEST_COUNT="30")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INSIDE, reason="this is the process of its own")
 def test_many_in_the_interpreter(tmp_path: Path) -> None:
-    run(600, tmp_path)
+    run_in_interpreter(__file__, tmp_path, ATTNFUSE_TEST_COUNT="600")
 
 
 def arrange(seed: int, patch: pytest.MonkeyPatch) -> None:

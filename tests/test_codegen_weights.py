@@ -5,9 +5,6 @@ tests/test_codegen_weights.py`` runs the cases directly.
 """
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from attnfuse.codegen.tiles import known
 from attnfuse.program import WEIGHT, const, load, mul
 from attnfuse.reference import weights as dense
 from attnfuse.spec import AttentionSpec
+from tests.interpreted import run_in_interpreter
 from tests.specs import BY_NAME, CASES, Captured, Case, Shape, i, j, randn, variant
 
 INSIDE = launch.interpreting()
@@ -32,10 +30,7 @@ LENGTHS = (0, 1, 16, 33)
 
 @pytest.mark.skipif(INSIDE, reason="this is the process of its own")
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_in_interpreter(__file__, tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -593,12 +592,10 @@ def _holds(plan: Plan) -> None:
     check(chain_of(plan), inputs_of(plan, plan.sizes), *more, exact=chain_of(plan, exact=True), dynamic=True if more else None)
 
 
-def _sweep(examples: int) -> None:
-    number = int(os.environ.get("ATTNFUSE_TEST_SEED", int.from_bytes(os.urandom(4), "big")))
-    print(f"seed {number}: repeat with ATTNFUSE_TEST_SEED={number}")
+def _sweep(examples: int, seed: int) -> None:
     quiet = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.data_too_large]
 
-    @hypothesis.seed(number)
+    @hypothesis.seed(seed)
     @hypothesis.settings(max_examples=examples, deadline=None, derandomize=False, database=None, suppress_health_check=quiet, print_blob=False)
     @hypothesis.given(plans())
     def holds(plan: Plan) -> None:
@@ -607,13 +604,13 @@ def _sweep(examples: int) -> None:
     holds()
 
 
-def test_random_chains() -> None:
-    _sweep(30)
+def test_random_chains(seed: int) -> None:
+    _sweep(30, seed)
 
 
 @pytest.mark.slow
-def test_many_random_chains() -> None:
-    _sweep(3000)
+def test_many_random_chains(seed: int) -> None:
+    _sweep(3000, seed)
 
 
 # ---- near-misses: each program violates one assumption; a row is (inputs, may gradients be taken, must it be refused: None for "either")
@@ -995,10 +992,8 @@ def softmax_twice(q, k, v):
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_near_miss(name: str) -> None:
+def test_near_miss(name: str, seed: int) -> None:
     fn, inputs, train, refused = NEAR[name]
-    torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
-    print("seed", torch.initial_seed())
     sites = check(fn, inputs(), train=train)
     assert sites
     if refused is not None:

@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import operator
-import os
-import secrets
 import warnings
 
 import pytest
@@ -34,13 +32,6 @@ def rewrite(fn, settings: Settings | None = None, dynamic: bool | None = None):
     return torch.compile(fn, backend=backend, dynamic=dynamic), reports
 
 
-def seed() -> int:
-    """Fresh every run, printed by pytest where a test fails."""
-    found = int(os.environ.get("ATTNFUSE_TEST_SEED") or secrets.randbelow(2 ** 31))
-    print("seed", found)
-    return found
-
-
 def doubled(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
@@ -50,8 +41,8 @@ def tensors(x) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_detection_and_values(case: Case) -> None:
-    inputs = case.inputs(torch.Generator().manual_seed(seed()))
+def test_detection_and_values(case: Case, seed: int) -> None:
+    inputs = case.inputs(torch.Generator().manual_seed(seed))
     compiled, reports = rewrite(case.fn)
     with torch.no_grad():
         want = tensors(case.fn(*(x.clone() for x in inputs)))
@@ -76,9 +67,9 @@ def test_detection_and_values(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.reason is None and c.train], ids=str)
-def test_gradients(case: Case) -> None:
+def test_gradients(case: Case, seed: int) -> None:
     """Gradients of all inputs against the written chain in float64."""
-    inputs = case.inputs(torch.Generator().manual_seed(seed()))
+    inputs = case.inputs(torch.Generator().manual_seed(seed))
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     exact = [doubled(x).clone().requires_grad_(x.is_floating_point()) for x in inputs]
     compiled, reports = rewrite(case.fn)

@@ -5,9 +5,6 @@ What runs in Triton's interpreter does so in a process of its own, as in test_co
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +22,7 @@ from attnfuse.program import Expr, add, apply, axis, const, load, mul, walk, whe
 from attnfuse.reference import reference
 from attnfuse.spec import AttentionSpec
 from attnfuse.passes import tiles
+from tests.interpreted import run_in_interpreter
 from tests.oracle import truth
 from tests.specs import BY_NAME, CASES, CAUSAL, INF, MIN, SCALED, Captured, Case, Shape, padding, with_map
 
@@ -62,10 +60,7 @@ def blocks(sizes: dict[str, int], g: torch.Generator) -> Tensor:
 
 @outside
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "ATTNFUSE_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-W", "ignore", __file__]
-    run = subprocess.run(command, env=env, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_in_interpreter(__file__, tmp_path, "-W", "ignore")
 
 
 # ---- what a mask is made of
