@@ -96,22 +96,7 @@ def choose(key: Key, plans: Sequence[KernelPlan], attempt: Attempt, tolerance: f
 
 
 def _measure(key: Key, plans: Sequence[KernelPlan], attempt: Attempt, tolerance: float, time: Timer) -> Shape | None:
-    times: dict[Shape, float] = {}
-    truth: Sequence[torch.Tensor] | None = None
-    for plan in plans:
-        try:
-            run, results = attempt(plan)
-            if truth is None:
-                truth = [t.clone() for t in results]
-            elif not all(_close(a, b, tolerance) for a, b in zip(results, truth, strict=True)):
-                log.warning("autotune: the plan %s computes something else than the first one and is left out", plan)
-                continue
-            times[shape_of(plan)] = time(run)
-        except Exception as problem:
-            if "illegal memory access" in str(problem):
-                raise                   # the context is lost: no later kernel can run
-            log.info("autotune: the plan %s is left out: %s: %s", plan, type(problem).__name__, str(problem)[:200])
-    times = {s: t for s, t in times.items() if math.isfinite(t) and t > 0}
+    times = timings(plans, attempt, tolerance, time)
     if not times:
         return None
     winner = min(times, key=lambda s: times[s])
@@ -120,7 +105,27 @@ def _measure(key: Key, plans: Sequence[KernelPlan], attempt: Attempt, tolerance:
     return winner
 
 
-def _close(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> bool:
+def timings(plans: Sequence[KernelPlan], attempt: Attempt, tolerance: float, time: Timer) -> dict[Shape, float]:
+    """Milliseconds of the plans that run and compute what the first one does, in the order given; arguments as of `choose`."""
+    times: dict[Shape, float] = {}
+    truth: Sequence[torch.Tensor] | None = None
+    for plan in plans:
+        try:
+            run, results = attempt(plan)
+            if truth is None:
+                truth = [t.clone() for t in results]
+            elif not all(close(a, b, tolerance) for a, b in zip(results, truth, strict=True)):
+                log.warning("autotune: the plan %s computes something else than the first one and is left out", plan)
+                continue
+            times[shape_of(plan)] = time(run)
+        except Exception as problem:
+            if "illegal memory access" in str(problem):
+                raise                   # the context is lost: no later kernel can run
+            log.info("autotune: the plan %s is left out: %s: %s", plan, type(problem).__name__, str(problem)[:200])
+    return {s: t for s, t in times.items() if math.isfinite(t) and t > 0}
+
+
+def close(found: torch.Tensor, truth: torch.Tensor, tolerance: float) -> bool:
     """Whether two results are one but for rounding, NaN and infinities in the same places."""
     if not bool((found.isnan() == truth.isnan()).all()):
         return False

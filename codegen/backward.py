@@ -98,14 +98,6 @@ class Recomputed(Forward):
             w.line(f"stop = tl.where(some_unseen, n_keys, {self.stop})")
             self.stop = "stop"
 
-    def _linear(self) -> str:
-        """The row-major number of the batch position."""
-        text = ""
-        for name in self.spec.batch:
-            own = self.programs.axis(name)
-            text = f"({text}) * {self.programs.size(name)} + {own}" if " " in text else f"{text} * {self.programs.size(name)} + {own}" if text else own
-        return text
-
     def _rows(self, names: Sequence[str], mask: bool) -> list[str]:
         """Loads of row vectors."""
         if "rows" in self.plan.described:

@@ -18,7 +18,7 @@ from ..spec import Access, AttentionSpec
 from ..tilemap import TILE
 from . import listed
 from .backward import Recomputed
-from .emission import Kernel
+from .emission import Kernel, start_order
 from .jobs import Job
 from .owners import owned, shared_axes
 from .plan import KernelPlan
@@ -92,23 +92,29 @@ class Keys(Recomputed):
         w.line("# which keys of which attention")
         w.line("n_tiles = tl.cdiv(n_keys, BLOCK_N)")
         w.line("pid = tl.program_id(0)")
-        rest = "owner" if self.shared else "batch"
-        by_name = {x.name: x for x in self.shared}
-        axes: list[tuple[str, str]] = []
-        for name in self.spec.batch:
-            length = self.programs.size(name)
-            if name not in by_name:
-                axes.append((name, length))
-            elif (group := by_name[name].group) is not None:
-                axes.append((by_name[name].owner, f"tl.cdiv({length}, {self.outer.scalar(group).text})"))
-        if axes or not self.shared:
-            w.line(f"{rest} = pid // n_tiles")
-        self._positions(w, rest, axes)
+        if self.shared:
+            self._owners(w)
+        else:
+            self._attention(w)
         wide = ".to(tl.int64)" if self.plan.index_bits == 64 else ""
         w.line("start_n = pid % n_tiles * BLOCK_N")
         w.line(f"offs_n = {'(' if wide else ''}start_n + tl.arange(0, BLOCK_N){')' if wide else ''}{wide}")
         self._depths(w)
         w.line("n_mask = offs_n < n_keys")
+
+    def _owners(self, w: Writer) -> None:
+        """Positions along the axes, or parts of axes, that have keys of their own."""
+        by_name = {x.name: x for x in self.shared}
+        axes: list[tuple[str, str]] = []
+        for name in start_order(self.spec):
+            length = self.programs.size(name)
+            if name not in by_name:
+                axes.append((name, length))
+            elif (group := by_name[name].group) is not None:
+                axes.append((by_name[name].owner, f"tl.cdiv({length}, {self.outer.scalar(group).text})"))
+        if axes:
+            w.line("owner = pid // n_tiles")
+            self._positions(w, "owner", axes)
 
     def _heads(self) -> list[tuple[str, str]]:
         """Loops over the batch positions that share these keys, and the line that makes a position of the loop's variable."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..algebra import affine, simplify
-from ..program import Expr, const, loads
+from ..program import Expr, const, depends, loads
 from ..ranges import Ranges, analyse
 from ..spec import Access, AttentionSpec
 from ..tilemap import ranges_of
@@ -21,9 +21,26 @@ from .writer import Writer
 RESERVED = (
     "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max "
     "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
-    "stop_tile unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
+    "stop_tile place unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
     "BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights d_mask e_mask out_stride_m out_stride_e q_stride_m q_stride_d k_stride_n k_stride_d "
     "v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following i j d e").split() + list(HELPERS)
+
+
+def start_order(spec: AttentionSpec) -> tuple[str, ...]:
+    """The batch axes in the order in which attentions start, the last one fastest.
+
+    A tensor that is read at every (i, j) is as large as the scores. Attentions that read the same part of it follow one another, so that the
+    cache that the processors share fetches the part once, and not once for each of them.
+    """
+    reads = [x for e in spec.programs for x in loads(e) if _by_pair(x)]
+    own = frozenset().union(*map(depends, reads))
+    return tuple(sorted(spec.batch, key=lambda b: bool(reads) and b not in own))
+
+
+def _by_pair(load: Expr) -> bool:
+    """Whether a load has a value of its own for every pair of a query and a key."""
+    axes = [depends(x) & {"i", "j"} for x in load.args]
+    return {"i"} in axes and {"j"} in axes
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,23 @@ class Emission:
                 w.line(f"{axis} = {rest} % {length}")
                 w.line(f"{outer} = {rest} // {length}")
                 rest = outer
+
+    def _linear(self) -> str:
+        """The row-major number of the batch position."""
+        text = ""
+        for name in self.spec.batch:
+            own = self.programs.axis(name)
+            text = f"({text}) * {self.programs.size(name)} + {own}" if " " in text else f"{text} * {self.programs.size(name)} + {own}" if text else own
+        return text
+
+    def _attention(self, w: Writer) -> None:
+        """`batch`, the row-major number of the program's attention, and its positions, from `pid`, of which `n_tiles` follow one another."""
+        order = start_order(self.spec)
+        number = "batch" if order == self.spec.batch else "place"
+        w.line(f"{number} = pid // n_tiles{'' if number == 'batch' else '        # attentions that read the same at (i, j) follow one another'}")
+        self._positions(w, number, [(n, self.programs.size(n)) for n in order])
+        if number != "batch":
+            w.line(f"batch = {self._linear()}")
 
     def _depths(self, w: Writer, names: str = "de") -> None:
         """Positions along the head dimensions, with masks where the kernel pads them."""

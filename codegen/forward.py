@@ -121,8 +121,7 @@ class Forward(Emission):
             w.line("tile = n_tiles - 1 - pid % n_tiles        # later queries see more keys: the longest tiles start first")
         else:
             w.line("tile = pid % n_tiles")
-        w.line("batch = pid // n_tiles")
-        self._positions(w, "batch", [(n, self.programs.size(n)) for n in spec.batch])
+        self._attention(w)
         wide = ".to(tl.int64)" if plan.index_bits == 64 else ""
         w.line("start_m = tile * BLOCK_M")
         w.line(f"offs_m = {'(' if wide else ''}start_m + tl.arange(0, BLOCK_M){')' if wide else ''}{wide}")

@@ -55,9 +55,9 @@ def candidates(spec: AttentionSpec, request: Request, device: Device, job: Job) 
     return space.descending(choices(spec, request, device, job), lambda shape: _plan(spec, request, device, work, shape, job, ()))
 
 
-def choices(spec: AttentionSpec, request: Request, device: Device, job: Job) -> tuple[Choice, ...]:
+def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, inspected: bool = True) -> tuple[Choice, ...]:
     """Every plan of a kernel that walks tiles with its predicted cost, the preferred one first; at least the smallest tile, whether it fits
-    or not."""
+    or not. `inspected` is as of `plan_forward.choices`."""
     work = work_for(spec, request, device, job)
     table = _table(spec, device, job.kind)
     limit, row = tables.rows(table, max(work.block_d, work.block_e))
@@ -71,7 +71,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job) -> 
     if not listed:
         listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), job, ()))
     measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)
-    return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, job, ()))
+    return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, job, ()), inspected)
 
 
 def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Work:

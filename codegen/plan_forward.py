@@ -32,8 +32,10 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
     return space.descending(choices(spec, request, device), lambda shape: _plan(spec, request, device, work, shape, ()))
 
 
-def choices(spec: AttentionSpec, request: Request, device: Device) -> tuple[Choice, ...]:
+def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bool = True) -> tuple[Choice, ...]:
     """Every plan that fits with its predicted cost, the preferred one first; at least the smallest tile, whether it fits or not.
+
+    Without `inspected` also those for Hopper whose machine code was never looked at: for measurements that try each in a process of its own.
 
     Raises:
         ValueError: a head dimension above 256.
@@ -57,7 +59,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device) -> tuple[Choi
     if not listed:
         listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), ()))
     measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)
-    return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, ()))
+    return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, ()), inspected)
 
 
 def work_for(spec: AttentionSpec, request: Request, device: Device) -> Work:

@@ -62,12 +62,12 @@ def pressure(work: Work, tile: Tile, described: bool, device: Device) -> int:
     return registers(work.fetched(described), tile, device.unit, device.lanes)
 
 
-def unfit(work: Work, tile: Tile, device: Device) -> str | None:
-    """Why a shape that is in no table is not offered; None where it is."""
+def unfit(work: Work, tile: Tile, device: Device, inspected: bool = True) -> str | None:
+    """Why a shape that is in no table is not offered; None where it is. Without `inspected` what fits on Hopper is offered untried."""
     if max(tile.block_m, tile.block_n) > work.largest:
         return f"larger than the tiles of the map, of {work.largest}"
     own, moved = (tile.block_n, tile.block_m) if work.kind == "keys" else (tile.block_m, tile.block_n)
-    if device.unit == "wgmma":
+    if device.unit == "wgmma" and inspected:
         return "on Hopper only shapes whose machine code was inspected: ptxas 12.8.93 misreads descriptors in some"
     if work.times != 1:
         return "products of float32 operands fill the registers: only shapes that were compiled"
@@ -96,12 +96,12 @@ def compiles(work: Work, tile: Tile, device: Device) -> bool:
     return not (device.unit == "mfma" and work.kind == "forward" and work.held.reads and tile.stages > 1 and tile.block_m < 64)
 
 
-def enumerated(work: Work, request: Request, device: Device) -> list[Shape]:
+def enumerated(work: Work, request: Request, device: Device, inspected: bool = True) -> list[Shape]:
     """Every shape that fits and is not larger than the call."""
     rows = [m for m in _ROWS if m <= max(16, padded(request.queries))]
     columns = [n for n in _ROWS if n <= max(16, padded(request.keys))]
     found = [(m, n, warps, stages) for m in rows for n in columns for warps in (4, 8) for stages in (1, 2, 3, 4)]
-    return [s for s in found if unfit(work, Tile(s[0], s[1], work.block_d, work.block_e, s[2], s[3]), device) is None]
+    return [s for s in found if unfit(work, Tile(s[0], s[1], work.block_d, work.block_e, s[2], s[3]), device, inspected) is None]
 
 
 def class_of(request: Request, device: Device) -> tuple[int, int, int]:
@@ -121,12 +121,13 @@ def class_of(request: Request, device: Device) -> tuple[int, int, int]:
 
 
 def ranked(work: Work, request: Request, device: Device, listed: Sequence[KernelPlan], measured: bool,
-           make: Callable[[Shape], KernelPlan]) -> tuple[Choice, ...]:
+           make: Callable[[Shape], KernelPlan], inspected: bool = True) -> tuple[Choice, ...]:
     """All plans, best first.
 
     Args:
         listed: plans of known shapes, in the order of their table. measured: whether that order is of measurements on this device.
         make: a plan of a shape.
+        inspected: as of `unfit`.
     """
     sizes = class_of(request, device)
     settled = device.unit == "wgmma" or work.times != 1 or work.kind == "tiles" or work.held.indirect
@@ -139,7 +140,7 @@ def ranked(work: Work, request: Request, device: Device, listed: Sequence[Kernel
 
     found = [choice(plan, rank) for rank, plan in enumerate(listed)]
     known = {_shape(p) for p in listed}
-    for shape in enumerated(work, request, device):
+    for shape in enumerated(work, request, device, inspected):
         plan = make(shape) if shape not in known else None
         if plan is not None and _shape(plan) not in known:
             known.add(_shape(plan))

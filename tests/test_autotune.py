@@ -264,8 +264,8 @@ def test_a_plan_that_computes_something_else_is_left_out(play: Callable[..., Mac
 
 def test_nan_must_be_in_the_same_places() -> None:
     a = torch.tensor([1.0, math.nan, 3.0])
-    assert autotune._close(a, a.clone(), 1e-3) and not autotune._close(a, torch.tensor([1.0, 0.0, 3.0]), 1e-3)
-    assert not autotune._close(torch.tensor([1.0, 0.0, 3.0]), a, 1e-3)
+    assert autotune.close(a, a.clone(), 1e-3) and not autotune.close(a, torch.tensor([1.0, 0.0, 3.0]), 1e-3)
+    assert not autotune.close(torch.tensor([1.0, 0.0, 3.0]), a, 1e-3)
 
 
 def test_a_lost_context_is_not_passed_over(play: Callable[..., Machine]) -> None:

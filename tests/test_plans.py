@@ -14,17 +14,20 @@ import torch
 from attnfuse import ops
 from attnfuse.codegen import fallback, launch, launch_backward, plan_backward, plan_forward, predict, space
 from attnfuse.codegen.devices import device
+from attnfuse.codegen.emission import start_order
 from attnfuse.codegen.jobs import Job
 from attnfuse.codegen.memory import Contents, forward
 from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.space import Choice
 from attnfuse.codegen.tiles import DEVICES, KIB, SMALLEST, Device, Tile
 from attnfuse.planning import Shape, spec_of
+from attnfuse.program import Expr, add, apply, const, load
 from attnfuse.reference import reference
 from attnfuse.roofline import flash_blocks
+from attnfuse.spec import Operand
 from attnfuse.walker import backward as walked_backward, forward as walked
 from tests import specs
-from tests.specs import BY_NAME, CASES
+from tests.specs import BY_NAME, CASES, SCALED, b0, b1, i, j
 
 KEYS, QUERIES = Job("keys", key=True, value=True), Job("queries", query=True)
 JOBS: dict[str, Job | None] = {"forward": None, "keys": KEYS, "queries": QUERIES}
@@ -322,3 +325,21 @@ def test_devices_have_what_the_model_needs() -> None:
         if entry.peak:
             clock = entry.peak / (entry.processors * entry.width)
             assert 1e9 < clock < 3e9, f"{entry.name}: peak, processors and width give a clock of {clock / 1e9:.2f} GHz"
+
+
+# ---- the order in which attentions start
+
+def test_attentions_that_read_one_bias_follow_one_another() -> None:
+    """Only what is read at every (i, j) counts; and what reads nothing of the kind keeps its order."""
+    def order(*reads: tuple[Expr, ...]) -> tuple[str, ...]:
+        score = SCALED
+        for n, index in enumerate(reads):
+            score = add(score, load(3 + n, index, "float"))
+        operands = tuple(Operand(n, "float16", r) for n, r in [("q", 4), ("k", 4), ("v", 4), *((f"x{n}", len(x)) for n, x in enumerate(reads))])
+        return start_order(replace(BY_NAME["plain"].spec("float16"), operands=operands, score=score))
+
+    assert order((b1, i, j)) == order((const(0), b1, j, i)) == ("b1", "b0")
+    assert order((b0, i, j)) == order((i, j)) == order((b1, j)) == order((b1, i)) == order() == ("b0", "b1")
+    assert order((b1, i, j), (b0, i, j)) == order((b0, b1, i, j)) == ("b0", "b1")
+    assert order((b1, apply("sub", i, j))) == ("b0", "b1")             # a table by distance
+    assert order((b0, j), (b1, i, j)) == ("b1", "b0")                  # padding is small
