@@ -193,7 +193,7 @@ def sweep(gm: GraphModule, regions: list[Region], spare: Iterable[Node] = ()) ->
         for node in reversed(list(gm.graph.nodes)):
             if node not in body or node.users or nodes.name(node) in ("_enter_autocast", "_exit_autocast"):
                 continue
-            if nodes.mutated(node) and _memory_in_use(node, gm.graph, body):
+            if nodes.mutated(node) and _memory_in_use(node, gm.graph):
                 continue
             gm.graph.erase_node(node)
             body.discard(node)
@@ -201,7 +201,7 @@ def sweep(gm: GraphModule, regions: list[Region], spare: Iterable[Node] = ()) ->
     return gone
 
 
-def _memory_in_use(node: Node, graph: Graph, body: set[Node]) -> bool:
+def _memory_in_use(node: Node, graph: Graph) -> bool:
     """Whether a later node still reads memory that this one changes (users that come before it in the graph do not count)."""
     changed = {nodes.storage(t) for t in nodes.mutated(node)}
     later = False

@@ -158,7 +158,7 @@ def reshaped(lift: Lift, outer: Sequence[Expr], inner: Sequence[Expr], index: In
     while a and b:
         left, right = [a.pop(0)], [b.pop(0)]
         while True:
-            here, there = _product(lift, [outer[k] for k in left]), _product(lift, [inner[k] for k in right])
+            here, there = product(lift, [outer[k] for k in left]), product(lift, [inner[k] for k in right])
             if here == there:
                 break
             if b and (not a or _divides(lift, there, here)):
@@ -177,12 +177,13 @@ def _group(lift: Lift, outer: list[Expr], index: list[Expr], inner: list[Expr], 
     for s, x in zip(outer, index, strict=True):
         flat = lift.simplify(apply("add", apply("mul", flat, s), x))
     for n, place in enumerate(places):
-        step = _product(lift, inner[n + 1:])
+        step = product(lift, inner[n + 1:])
         at = lift.simplify(apply("floordiv", flat, step)) if step != const(1) else flat
         out[place] = at if n == 0 else lift.simplify(apply("mod", at, inner[n]))
 
 
-def _product(lift: Lift, lengths: Sequence[Expr]) -> Expr:
+def product(lift: Lift, lengths: Sequence[Expr]) -> Expr:
+    """How many elements a tensor of these lengths has."""
     out: Expr = const(1)
     for s in lengths:
         out = apply("mul", out, s)
