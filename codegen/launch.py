@@ -52,7 +52,8 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
         Unsupported: no kernel can be generated for this attention or device; nothing was computed.
         ValueError: the arguments do not fit the spec.
     """
-    key = (spec, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands]), aligned(operands), torch.backends.cuda.matmul.allow_tf32)
+    layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands])
+    key = (spec, tuple(sizes), layouts, aligned(operands), torch.backends.cuda.matmul.allow_tf32)
     run = _runs.get(key)
     if run is None:
         check_call(spec, operands, sizes, seed)

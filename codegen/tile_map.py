@@ -158,7 +158,8 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     from .launch import caller
 
     named = dict(zip(mask.size_names, sizes, strict=True))
-    wide = any(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) >= 2 ** 30 for t in operands) or max(named["i"], named["j"]) >= 2 ** 15
+    reach = max((sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in operands), default=0)
+    wide = reach >= 2 ** 30 or max(named["i"], named["j"]) >= 2 ** 15
     kernel = emit(mask, wide)
     module = _module(mask, wide)
     by_rows, by_columns = shapes(mask, sizes)

@@ -44,8 +44,6 @@ def _permute(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value,
     return source, tuple(index[where.index(k)] for k in range(len(order)))
 
 
-
-
 @view(aten.expand.default)
 def _expand(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
     """x of shape (1, n): x.expand(m, n)[i, j] = x[0, j]; e.g. `x[:1].expand(5, 4)`"""
@@ -114,11 +112,9 @@ def _split_with_sizes(lift: Lift, value: Value, call: Call, index: Index) -> tup
     return _shifted(lift, source, dim, start, index)
 
 
-
 def _shifted(lift: Lift, source: Value, dim: int, start: Expr, index: Index) -> tuple[Value, Index]:
     dim %= len(source.shape)
     return source, (*index[:dim], lift.simplify(apply("add", start, index[dim])), *index[dim + 1:])
-
 
 
 @view(aten.flip.default)
