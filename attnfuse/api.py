@@ -164,8 +164,11 @@ def explain(model: Callable[..., Any], *args: Any, run: bool = True, settings: G
     One real forward runs, since what follows a graph break may depend on the values before it. Buffers, training flags
     and the random state (Python, CPU, CUDA) are as before when it returns, and the inputs are copied where they can be.
     Compiled code that the user has is left alone. With ``run=False`` the forward ends where its first graph would run:
-    the report is of that graph. Exceptions of the model itself are raised as they are.
+    the report is of that graph. Exceptions of the model itself are raised as they are. Raises ValueError for what is no model, and
+    for settings that can't be.
     """
+    if not callable(model):
+        raise ValueError(f"explain takes an nn.Module or a function, not {type(model).__name__}")
     decided = resolve(settings)
     reports: list[Report] = []
 
@@ -251,8 +254,11 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], settings: Given = No
 
     Returns the rewritten graph as a new GraphModule (the graph given, where there is nothing to rewrite) and its report.
     `gm` stays as it is. `example_inputs` are the values of the placeholders, in
-    their order, and are needed only where the nodes carry no fake tensors.
+    their order, and are needed only where the nodes carry no fake tensors. Raises ValueError for what is no GraphModule, and for
+    settings that can't be.
     """
+    if not isinstance(gm, GraphModule):
+        raise ValueError(f"rewrite takes a GraphModule, such as `torch.export.export(model, inputs).module()`, not {type(gm).__name__}")
     return dynamo.analyse(gm if _has_values(gm) else _with_values(gm, example_inputs), resolve(settings))
 
 

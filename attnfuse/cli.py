@@ -88,7 +88,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     except ValueError as e:
         print(f"attnfuse: {e}", file=sys.stderr)
         return 2
-    model, inputs = build()
+    made = build() if callable(build) else None
+    if not isinstance(made, (tuple, list)) or len(made) != 2 or not callable(made[0]) or not isinstance(made[1], (tuple, list, dict)):
+        print(f"attnfuse: {arguments.target!r}: expected a function without arguments that returns (model, inputs), inputs being a tuple of "
+              "arguments or a dict of keyword arguments", file=sys.stderr)
+        return 2
+    model, inputs = made
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     report = explain(model, *args, run=not arguments.no_run, **kwargs)
     print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if arguments.json else report)

@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
-from .report import Report, Site, dump, merge
 from . import tuning
+from .report import Report, Site, dump, merge
 from .settings import NAMES, Settings, resolve
 from .traffic import Call
 

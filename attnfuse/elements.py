@@ -13,32 +13,16 @@ length 1 where the index map does not depend on the axis.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .algebra import affine
-from .program import Env, Expr, depends, evaluate
+from .program import Env, Expr, depends, evaluate, integer
 
 Box = dict[str, tuple[int, int]]
 Index = tuple[Expr, ...]
-
-_INTEGER: dict[str, Callable[..., int]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "neg": lambda a: -a, "abs": lambda a: abs(a),
-    "floordiv": lambda a, b: a // b, "mod": lambda a, b: a % b, "min": lambda a, b: min(a, b), "max": lambda a, b: max(a, b),
-}
-
-
-def integer(expr: Expr, sizes: Mapping[str, int]) -> int | None:
-    """The value of an integer program over constants and sizes; None where it needs more than these."""
-    if expr.op == "const":
-        return int(expr.value)
-    if expr.op == "size":
-        return sizes[str(expr.attr)]
-    rule = _INTEGER.get(expr.op)
-    args = [integer(a, sizes) for a in expr.args]
-    return None if rule is None or any(a is None for a in args) else rule(*args)
 
 
 @functools.lru_cache(maxsize=4096)

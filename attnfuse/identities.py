@@ -94,7 +94,8 @@ def _where(alg: Algebra, n: Expr) -> Expr | None:
         return a
     if c.op == "not":
         return apply("where", c.args[0], b, a)
-    if c.op == "le" and c.args[0].kind == "int" and "j" in depends(c.args[1]) - depends(c.args[0]):       # one way to say it: the key stands on the left
+    if c.op == "le" and c.args[0].kind == "int" and "j" in depends(c.args[1]) - depends(c.args[0]):
+        # One way to say it: the key stands on the left.
         return apply("where", apply("not", c), b, a)
     if n.kind == "bool":
         if a.op == "const":

@@ -120,10 +120,6 @@ def _floordiv(a: Interval, b: Interval) -> Interval:
     return floor(a[0]), floor(a[1])
 
 
-def _mod(a: Interval, b: Interval) -> Interval:
-    return (0, b[1]) if b[0] == b[1] and 0 < b[0] < INF else EVERYTHING
-
-
 def _increasing(f: Callable[[float], float], least: float = -INF) -> Callable[[Interval], Interval]:
     """Interval rule of an increasing function; below `least` it is not defined."""
     def rule(a: Interval) -> Interval:

@@ -4,6 +4,7 @@
     torch.ops.attnfuse.attention_backward(grad_out, operands, out, stats, sizes, seed, spec, needs) -> gradients
     torch.ops.attnfuse.weights(operands, stats, sizes, seed, spec) -> weights
     torch.ops.attnfuse.weights_backward(grad, operands, stats, sizes, seed, spec, needs) -> gradients
+    torch.ops.attnfuse.tile_map(like, operands, sizes, mask) -> (rows, columns)
 
 `spec` is `AttentionSpec.to_json()`, `sizes` the integers of `AttentionSpec.size_names`; out (batch…, i, e) has the strides that
 `spec.out_order` says, stats (batch…, i, 2) are the row statistics of `walker.forward`. A gradient that is not needed
@@ -11,6 +12,9 @@ comes back as an empty tensor, for an operator cannot return None in a list.
 
 `weights` is for attention weights that are wanted beside the result: from the statistics of the same operands it gives the tensor
 (batch…, i, j) that its own spec describes (weight program, dtype, memory order). Its gradients are added to the attention's by autograd.
+
+`tile_map` makes the map of a mask's tiles (`tilemap.build`; `mask` is `Mask.to_json()`) on the device of `like`, once for all layers
+that share the mask; the two tensors are the last operands of their attentions.
 
 On the CPU plain attention goes to PyTorch's fused kernel and everything else to the walker; on a GPU the generated
 kernels run, and the walker what they do not support, which is said once a reason.
@@ -52,7 +56,6 @@ _library.define("tile_map(Tensor like, Tensor[] operands, SymInt[] sizes, str ma
 
 SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; run the model as it is written, inside "
                      "`with torch.compiler.set_stance(\"force_eager\"):` or by calling its forward directly")
-
 
 FORWARD_MODE = ("attnfuse: a fused attention has no forward-mode derivative (jvp); take it through the original model, which attnfuse did "
                 "not rewrite")
@@ -157,7 +160,8 @@ def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor]
     return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
 
 
-def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int], seed: torch.Tensor | None) -> torch.Tensor:
+def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int],
+             seed: torch.Tensor | None) -> torch.Tensor:
     like = operands[spec.query.operand]
     if _forced == "reference":
         return allocate_weights(spec, sizes, like).copy_(weights(spec, operands, sizes, seed))

@@ -27,7 +27,7 @@ DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "half":
           "float32": "float32"}
 _SHOWN = 8
 """Plans in a table."""
-LARGEST = 256
+LARGEST = plan_forward.LARGEST_HEAD
 """The widest head that the kernels hold."""
 
 

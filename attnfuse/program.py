@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -121,6 +122,12 @@ OPS: dict[str, Op] = {
     "int": Op(1, lambda a: a, kind="int"),
     "bool": Op(1, lambda a: a != 0, kind="bool"),
 }
+
+INTEGER: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": operator.floordiv, "mod": operator.mod, "neg": operator.neg,
+    "abs": abs, "min": min, "max": max,
+}
+"""What `integer` computes, on Python's own numbers."""
 
 LEAVES = frozenset({"const", "axis", "size", "dot", "weight", "keep", "load"})
 
@@ -309,6 +316,23 @@ def evaluate(expr: Expr, env: Env, memo: dict[Expr, torch.Tensor] | None = None)
             out = OPS[node.op].torch(*(memo[a] for a in node.args))
         memo[node] = out.to(dtype)
     return memo[expr]
+
+
+def integer(expr: Expr, sizes: Mapping[str, int]) -> int | None:
+    """The value of an integer program over constants and sizes; None where it needs more than these."""
+    if expr.op == "const":
+        return int(expr.value)
+    done: dict[Expr, int] = {}
+    for node in walk(expr):
+        if node.op == "const":
+            done[node] = int(node.value)
+        elif node.op == "size":
+            done[node] = sizes[str(node.attr)]
+        elif node.op in INTEGER:
+            done[node] = INTEGER[node.op](*(done[a] for a in node.args))
+        else:
+            return None
+    return done[expr]
 
 
 # ---- printing and JSON

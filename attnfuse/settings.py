@@ -30,9 +30,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """The allowed values of every setting that has a list of them."""
 
-WORDS: dict[str, Any] = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False,
-                         "none": None, "": None}
-"""How an environment variable spells a truth value or its absence."""
+WORDS: dict[str, Any] = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+"""How an environment variable spells a truth value."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .elements import Box, Elements, integer
+from .elements import Box, Elements
 from .philox import keep_factor
-from .program import Env, Expr, add, axis, const, evaluate, loads, mul, rewrite, walk
+from .program import Env, Expr, add, axis, const, evaluate, integer, loads, mul, rewrite, walk
 from .ranges import Ranges, analyse, full_range, key_range
 from .reference import batch_index, check_call
 from .spec import Access, AttentionSpec, dtype_of

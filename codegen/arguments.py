@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..program import Expr, walk
+from ..program import INTEGER, Expr, integer, walk
 
 
 class Unsupported(Exception):
@@ -100,28 +100,16 @@ class Arguments:
         return tuple(self.pointers.values()), tuple(sorted(self.integers.values(), key=lambda a: rank[type(a)]))
 
 
-_ARITHMETIC = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "floordiv": lambda a, b: a // b,
-    "mod": lambda a, b: a % b, "neg": lambda a: -a, "min": min, "max": max, "abs": abs,
-}
-
-
 def on_host(expr: Expr) -> bool:
     """Whether the host can work an integer out from the sizes alone."""
-    return all(x.op in ("const", "size") or x.op in _ARITHMETIC for x in walk(expr))
+    return all(x.op in ("const", "size") or x.op in INTEGER for x in walk(expr))
 
 
 def evaluate(expr: Expr, sizes: Mapping[str, int]) -> int:
     """The number of an integer expression for which `on_host` holds."""
-    done: dict[Expr, int] = {}
-    for node in walk(expr):
-        if node.op == "const":
-            done[node] = int(node.value)
-        elif node.op == "size":
-            done[node] = sizes[str(node.attr)]
-        else:
-            done[node] = _ARITHMETIC[node.op](*(done[a] for a in node.args))
-    return done[expr]
+    found = integer(expr, sizes)
+    assert found is not None
+    return found
 
 
 def number(argument: Integer, sizes: Mapping[str, int], shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]],

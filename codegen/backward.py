@@ -32,10 +32,11 @@ from .text import level, literal, prepare
 from .writer import Writer
 
 RESERVED_BACKWARD = RESERVED + (
-    "n_unseen n_behind n_cut entry do dp ds dk dv dq shift log_sum delta unseen first_row scratch_row largest total mass o owner first last last_n n_before n_rows rows rest "
-    "some_unseen q_base k_base v_base do_base grad_out_ptr grad_out_desc grad_q_ptr grad_k_ptr grad_v_ptr shift_ptr shift_desc largest_ptr "
-    "largest_desc log_sum_ptr log_sum_desc delta_ptr delta_desc unseen_ptr grad_out_stride_m grad_out_stride_e grad_q_stride_m grad_q_stride_d "
-    "grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e weights_ptr weights_stride_m weights_stride_n").split()
+    "n_unseen n_behind n_cut entry do dp ds dk dv dq shift log_sum delta first_row scratch_row largest total mass o owner first last "
+    "last_n n_rows rows rest some_unseen q_base k_base v_base do_base grad_out_ptr grad_out_desc grad_q_ptr grad_k_ptr grad_v_ptr "
+    "shift_ptr shift_desc largest_ptr largest_desc log_sum_ptr log_sum_desc delta_ptr delta_desc unseen_ptr grad_out_stride_m "
+    "grad_out_stride_e grad_q_stride_m grad_q_stride_d grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e weights_ptr "
+    "weights_stride_m weights_stride_n").split()
 
 
 SHIFTS = {"shift": f"(largest + total) * {LOG2E}", "largest": "largest", "log_sum": f"total * {LOG2E}"}
@@ -222,7 +223,6 @@ def emit(spec: AttentionSpec, plan: KernelPlan, job: Job) -> Kernel:
     from .backward_queries import Queries
     from .backward_rows import Rows
     from .backward_tiles import Tiles
-
     from .weights import Weights
 
     writers: dict[str, type[Recomputed]] = {"rows": Rows, "queries": Queries, "keys": Keys, "tiles": Tiles, "weights": Weights}

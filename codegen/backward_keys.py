@@ -96,9 +96,8 @@ class Keys(Recomputed):
             self._owners(w)
         else:
             self._attention(w)
-        wide = ".to(tl.int64)" if self.plan.index_bits == 64 else ""
         w.line("start_n = pid % n_tiles * BLOCK_N")
-        w.line(f"offs_n = {'(' if wide else ''}start_n + tl.arange(0, BLOCK_N){')' if wide else ''}{wide}")
+        self._offsets(w, "n", "start_n")
         self._depths(w)
         w.line("n_mask = offs_n < n_keys")
 
@@ -289,8 +288,7 @@ class Keys(Recomputed):
         weights = body.tile(self.chain.weight) if job.value else "p"
         after = body.take()
         gradients = self._gradients(body, inside, "m_mask[None, :]" if masked else "")
-        wide = self.plan.index_bits == 64
-        w.line(f"offs_m = {'(' if wide else ''}start_m + tl.arange(0, BLOCK_M){').to(tl.int64)' if wide else ''}")
+        self._offsets(w, "m", "start_m")
         if masked:
             w.line("m_mask = offs_m < n_queries")
         w.line(f"q = {self.readers['q'].tile(masked, self.d_padded)}")

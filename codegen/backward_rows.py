@@ -21,8 +21,7 @@ class Rows(Recomputed):
         w.line("pid = tl.program_id(0)")
         w.line("batch = pid // n_tiles")
         self._positions(w, "batch", [(n, self.programs.size(n)) for n in self.spec.batch])
-        wide = ".to(tl.int64)" if self.plan.index_bits == 64 else ""
-        w.line(f"offs_m = {'(' if wide else ''}pid % n_tiles * BLOCK_M + tl.arange(0, BLOCK_M){')' if wide else ''}{wide}")
+        self._offsets(w, "m", "pid % n_tiles * BLOCK_M")
         w.line("m_mask = offs_m < n_queries")
         self._depths(w, "e")
 

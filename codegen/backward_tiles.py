@@ -58,10 +58,9 @@ class Tiles(Recomputed):
         if kept:
             w.line("rest = tile // n_rows")
             self._positions(w, "rest", [(n, self.programs.size(n)) for n in kept])
-        wide = ".to(tl.int64)" if self.plan.index_bits == 64 else ""
         for label, start in (("m", "tile % n_rows * BLOCK_M"), ("n", "pid % n_tiles * BLOCK_N")):
             w.line(f"start_{label} = {start}")
-            w.line(f"offs_{label} = {'(' if wide else ''}start_{label} + tl.arange(0, BLOCK_{label.upper()}){')' if wide else ''}{wide}")
+            self._offsets(w, label, f"start_{label}")
         self._depths(w)
         w.line("m_mask = offs_m < n_queries")
         w.line("n_mask = offs_n < n_keys")

@@ -23,6 +23,8 @@ from ..spec import AttentionSpec
 from .plan import KernelPlan
 
 ENVIRONMENT = "ATTNFUSE_CACHE_DIR"
+MEANING = ("adjoint", "algebra", "identities", "intervals", "philox", "program", "ranges", "spec", "tilemap")
+"""The modules outside of this folder that decide what a kernel says."""
 _MARK = "# sha256 of the above: "
 
 
@@ -39,7 +41,7 @@ def fingerprint() -> str:
     """Digest of every source file that decides what a kernel says."""
     here = Path(__file__).parent
     core = Path(importlib.util.find_spec("attnfuse").origin or "").parent  # type: ignore[union-attr]  # attnfuse is imported
-    files = sorted(here.glob("*.py")) + [core / f"{n}.py" for n in ("adjoint", "algebra", "intervals", "philox", "program", "ranges", "spec", "tilemap")]
+    files = sorted(here.glob("*.py")) + [core / f"{n}.py" for n in MEANING]
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode())

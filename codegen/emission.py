@@ -1,7 +1,7 @@
 """What every emitter does: names and arguments, tensors read at affine places, the frame of a generated function."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,10 +20,11 @@ from .writer import Writer
 
 RESERVED = (
     "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max "
-    "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop full_start full_stop "
-    "stop_tile place unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys stats_offset BLOCK_M BLOCK_N "
-    "BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights d_mask e_mask out_stride_m out_stride_e q_stride_m q_stride_d k_stride_n k_stride_d "
-    "v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following i j d e").split() + list(HELPERS)
+    "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop "
+    "full_start full_stop stop_tile place unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys "
+    "stats_offset BLOCK_M BLOCK_N BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights out_stride_m out_stride_e q_stride_m q_stride_d "
+    "k_stride_n k_stride_d v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following "
+    "i j d e").split() + list(HELPERS)
 
 
 def start_order(spec: AttentionSpec) -> tuple[str, ...]:
@@ -59,10 +60,29 @@ def words(spec: AttentionSpec, plan: KernelPlan) -> list[str]:
     bounds, found = analyse(spec).bounds, []
     if any(b.slope and b.side == "upper" for b in bounds):
         found.append("window" if any(b.slope and b.side == "lower" for b in bounds) else "causal")
-    found += [word for word, there in (("mapped", spec.tiles), ("sinks", spec.extra_terms), ("bias", any(level(x) == "tile" for x in loads(spec.score))),
-                                       ("dropout", spec.dropouts)) if there]
+    biased = any(level(x) == "tile" for x in loads(spec.score))
+    parts = (("mapped", spec.tiles), ("sinks", spec.extra_terms), ("bias", biased), ("dropout", spec.dropouts))
+    found += [word for word, there in parts if there]
     found.append(f"d{plan.depth}" + (f"x{plan.value_depth}" if plan.value_depth != plan.depth else ""))
     return [*found, spec.operands[spec.query.operand].dtype]
+
+
+def wrapped(name: str, programs: Programs, body: Writer, constants: Mapping[str, int]) -> Kernel:
+    """A function around the lines of its body: the helpers that it calls, then its head with all that it turned out to need. Of the
+    `constants` it has those that the body names."""
+    pointers, integers = programs.arguments.ordered()
+    out = Writer()
+    for helper in sorted(programs.helpers):
+        out.extend(HELPERS[helper].strip("\n").split("\n"))
+        out.line()
+        out.line()
+    # A length of 1 or a multiple of 16 must not make another kernel.
+    out.call("@triton.jit(do_not_specialize=[", [f'"{a.name}"' for a in integers if isinstance(a, Size)], "])")
+    text = "\n".join(body.lines)
+    used = tuple((n, v) for n, v in constants.items() if n in text)
+    out.call(f"def {name}(", [*(p.name for p in pointers), *(a.name for a in integers), *(f"{n}: tl.constexpr" for n, _ in used)], "):")
+    out.extend(f"    {line}" if line else "" for line in body.lines)
+    return Kernel(name, out.text(), pointers, integers, used)
 
 
 class Emission:
@@ -98,25 +118,17 @@ class Emission:
             body.extend(part.lines)
 
     def _wrap(self, body: Writer) -> Kernel:
-        name = self.name()
-        pointers, integers = self.arguments.ordered()
         plan = self.plan
-        sizes = [a.name for a in integers if isinstance(a, Size)]
-        out = Writer()
-        for helper in sorted(self.programs.helpers):
-            out.extend(HELPERS[helper].strip("\n").split("\n"))
-            out.line()
-            out.line()
-        # A length of 1 or a multiple of 16 must not make another kernel.
-        out.call("@triton.jit(do_not_specialize=[", [f'"{n}"' for n in sizes], "])")
-        constants = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "BLOCK_E": plan.block_e}
-        text = "\n".join(body.lines)
-        used = tuple((n, v) for n, v in (*constants.items(), ("HEAD_DIM", plan.depth), ("VALUE_DIM", plan.value_depth)) if n in text)
-        out.call(f"def {name}(", [*(p.name for p in pointers), *(a.name for a in integers), *(f"{n}: tl.constexpr" for n, _ in used)], "):")
-        out.extend(f"    {line}" if line else "" for line in body.lines)
-        return Kernel(name, out.text(), pointers, integers, used)
+        constants = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "BLOCK_E": plan.block_e,
+                     "HEAD_DIM": plan.depth, "VALUE_DIM": plan.value_depth}
+        return wrapped(self.name(), self.programs, body, constants)
 
     # ---- places
+
+    def _offsets(self, w: Writer, label: str, start: str) -> None:
+        """The positions of a tile along queries (`label` m) or keys (n), from the text of the first one."""
+        text = f"{start} + tl.arange(0, BLOCK_{label.upper()})"
+        w.line(f"offs_{label} = " + (f"({text}).to(tl.int64)" if self.plan.index_bits == 64 else text))
 
     def _positions(self, w: Writer, rest: str, axes: Sequence[tuple[str, str]]) -> None:
         """Split a row-major number into positions along axes, each given with the text of its length."""
@@ -138,7 +150,8 @@ class Emission:
         text = ""
         for name in self.spec.batch:
             own = self.programs.axis(name)
-            text = f"({text}) * {self.programs.size(name)} + {own}" if " " in text else f"{text} * {self.programs.size(name)} + {own}" if text else own
+            text = f"({text})" if " " in text else text
+            text = f"{text} * {self.programs.size(name)} + {own}" if text else own
         return text
 
     def _attention(self, w: Writer) -> None:

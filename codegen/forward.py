@@ -111,7 +111,7 @@ class Forward(Emission):
     # ---- sections
 
     def _which_tile(self, w: Writer) -> None:
-        spec, plan = self.spec, self.plan
+        spec = self.spec
         for axis in ("i", "j"):
             self.programs.size(axis)            # lengths come first among the arguments
         w.line("# which queries of which attention")
@@ -122,9 +122,8 @@ class Forward(Emission):
         else:
             w.line("tile = pid % n_tiles")
         self._attention(w)
-        wide = ".to(tl.int64)" if plan.index_bits == 64 else ""
         w.line("start_m = tile * BLOCK_M")
-        w.line(f"offs_m = {'(' if wide else ''}start_m + tl.arange(0, BLOCK_M){')' if wide else ''}{wide}")
+        self._offsets(w, "m", "start_m")
         self._depths(w)
         w.line("m_mask = offs_m < n_queries")
 
@@ -152,11 +151,7 @@ class Forward(Emission):
 
     def _edges(self, side: str, row: str) -> list[str]:
         """Text of the outermost key that each bound of a side allows for the query `row`."""
-        out: list[str] = []
-        for bound in self.ranges.bounds:
-            if bound.side == side:
-                out.append(self._edge(bound, row))
-        return out
+        return [self._edge(bound, row) for bound in self.ranges.bounds if bound.side == side]
 
     def _edge(self, bound: Bound, row: str) -> str:
         offset = self.programs.scalar(bound.offset)
@@ -293,8 +288,7 @@ class Forward(Emission):
             self._tile(w, self.score, masked=True)
 
     def _columns(self, w: Writer, masked: bool) -> None:
-        wide = self.plan.index_bits == 64
-        w.line(f"offs_n = {'(' if wide else ''}start_n + tl.arange(0, BLOCK_N){').to(tl.int64)' if wide else ''}")
+        self._offsets(w, "n", "start_n")
         if masked:
             w.line("n_mask = offs_n < n_keys")
 
@@ -307,7 +301,7 @@ class Forward(Emission):
         plain = self.weight == WEIGHT
         weights = "p" if plain else body.tile(self.weight)
         self._columns(w, masked)
-        if any("dot" in depends(x) for x in (program,)):
+        if "dot" in depends(program):
             w.line(f"k = {self.readers['k'].tile(masked, self.d_padded)}{self._cast(self.spec.key, self.qk_dtype)}")
         w.extend(body.moving)
         if "dot" in depends(program):

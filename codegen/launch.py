@@ -25,7 +25,7 @@ from .emission import Kernel
 from .fallback import first_that_runs, preferring
 from .forward import emit
 from .plan import KernelPlan, Request
-from .plan_forward import candidates, choices
+from .plan_forward import LARGEST_HEAD, candidates, choices
 from .reads import described, descriptor, descriptor_like, uneven
 from .space import class_of
 from .tiles import Device, present
@@ -37,7 +37,6 @@ Run = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor
 _runs: dict[object, Run] = {}
 _functions: dict[tuple[AttentionSpec, KernelPlan], Any] = {}
 _MOST_RUNS = 4096
-_LARGEST_HEAD = 256
 _PRODUCT_DTYPES = ("float16", "bfloat16", "float32")
 _LOADABLE = (*_PRODUCT_DTYPES, "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
 
@@ -53,7 +52,8 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
         Unsupported: no kernel can be generated for this attention or device; nothing was computed.
         ValueError: the arguments do not fit the spec.
     """
-    key = (spec, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands]), aligned(operands), torch.backends.cuda.matmul.allow_tf32)
+    layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands])
+    key = (spec, tuple(sizes), layouts, aligned(operands), torch.backends.cuda.matmul.allow_tf32)
     run = _runs.get(key)
     if run is None:
         check_call(spec, operands, sizes, seed)
@@ -116,8 +116,8 @@ def check_supported(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes
     if spec.compute_dtype != torch.float32 or any(n not in _PRODUCT_DTYPES for n in (*names, spec.out_dtype)):
         raise Unsupported(f"queries, keys and values of {', '.join(names)}: the kernel computes in float32")
     named = dict(zip(spec.size_names, sizes, strict=True))
-    if max(named["d"], named["e"]) > _LARGEST_HEAD:
-        raise Unsupported(f"head dimensions {named['d']} and {named['e']}: the kernel holds up to {_LARGEST_HEAD}")
+    if max(named["d"], named["e"]) > LARGEST_HEAD:
+        raise Unsupported(f"head dimensions {named['d']} and {named['e']}: the kernel holds up to {LARGEST_HEAD}")
 
 
 def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> tuple[KernelPlan, ...]:

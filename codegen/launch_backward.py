@@ -27,6 +27,7 @@ from .arguments import Unsupported, number
 from .backward import emit
 from .chain import chain, flat, row_buffers, sweeps
 from .diagonals import at_distance, by_distance, summed
+from .fallback import first_that_runs, preferring
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan, Request
@@ -303,9 +304,9 @@ class _Backward:
                 return (lambda: bound(scratch)), [scratch[n] for n in self._written(job)]  # type: ignore[misc]  # all are there
 
             winner = autotune.choose(key, plans, trial, autotune.tolerance(self.spec))
-            self.plans[job] = launch.preferring(winner, self.plans[job])
+            self.plans[job] = preferring(winner, self.plans[job])
         try:
-            self.bound[job] = launch.first_that_runs(self.plans[job], attempt)
+            self.bound[job] = first_that_runs(self.plans[job], attempt)
         except Unsupported as problem:
             self.failure = str(problem)
             raise

@@ -18,12 +18,12 @@ from ..tiling import allocate_weights
 from . import launch
 from .arguments import Unsupported
 from .backward import emit
+from .fallback import first_that_runs
+from .header import request_of
 from .jobs import WEIGHTS
 from .launch_backward import function, numbers
 from .plan import KernelPlan
 from .plan_forward import candidates
-from .fallback import first_that_runs
-from .header import request_of
 from .reads import described, uneven
 from .tiles import Device, present
 

@@ -20,6 +20,7 @@ LEAST_VALUE_WIDTH = 64
 32 or 64 bytes the shared-memory descriptors of all but the first product are read from registers that hold something else
 (seen as reads out of bounds; tests/sass.py finds it in the machine code, and test_compile_only.py looks at what we ship)."""
 LARGEST_HEAD = 256
+"""The widest head that the kernels hold."""
 
 
 def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[KernelPlan, ...]:
@@ -29,7 +30,7 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
         ValueError: a head dimension above 256.
     """
     work = work_for(spec, request, device)
-    return space.descending(choices(spec, request, device), lambda shape: _plan(spec, request, device, work, shape, ()))
+    return space.descending(choices(spec, request, device), lambda shape: _plan(request, device, work, shape, ()))
 
 
 def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bool = True) -> tuple[Choice, ...]:
@@ -57,9 +58,9 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
         if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in listed):
             listed.append(plan)
     if not listed:
-        listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), ()))
+        listed.append(_plan(request, device, work, (16, 16, 4, 1), ()))
     measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)
-    return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, ()), inspected)
+    return space.ranked(work, request, device, listed, measured, lambda shape: _plan(request, device, work, shape, ()), inspected)
 
 
 def work_for(spec: AttentionSpec, request: Request, device: Device) -> Work:
@@ -103,11 +104,11 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, work: Work, shap
     if not space.compiles(work, Tile(block_m, block_n, work.block_d, work.block_e, warps, stages), device):
         stages = 1
         reasons.append("one stage: Triton fails on pipelines of such tiles for AMD")
-    plan = _plan(spec, request, device, work, (block_m, block_n, warps, stages), tuple(reasons))
+    plan = _plan(request, device, work, (block_m, block_n, warps, stages), tuple(reasons))
     return plan if space.fits(plan.shared, device) else None
 
 
-def _plan(spec: AttentionSpec, request: Request, device: Device, work: Work, shape: Shape, reasons: tuple[str, ...]) -> KernelPlan:
+def _plan(request: Request, device: Device, work: Work, shape: Shape, reasons: tuple[str, ...]) -> KernelPlan:
     block_m, block_n, warps, stages = shape
     tile = Tile(block_m, block_n, work.block_d, work.block_e, warps, stages)
     if request.wide:

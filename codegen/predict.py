@@ -158,8 +158,8 @@ def assumed(spec: AttentionSpec, sizes: dict[str, int], device: Device) -> Reque
         raise ValueError("the kernels compute in float32, not in float64")
     request = request_of(spec, sizes, wide=False, precision="bf16x6" if device.backend == "cuda" else "ieee", described=dense(spec, sizes),
                          uneven=dense_uneven(sizes))
-    if max(request.depth, request.value_depth) > 256:
-        raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernels hold up to 256")
+    if max(request.depth, request.value_depth) > plan_forward.LARGEST_HEAD:
+        raise ValueError(f"head dimensions {request.depth} and {request.value_depth}; the kernels hold up to {plan_forward.LARGEST_HEAD}")
     return request
 
 

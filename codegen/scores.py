@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-
 from .. import philox
 from ..algebra import Algebra
 from ..program import Expr, const, walk

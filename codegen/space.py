@@ -1,8 +1,8 @@
 """The shapes a kernel could have, which of them a device holds, and in what order they are tried.
 
-    choices = ranked("forward", work, request, device, listed, make)
+    choices = ranked(work, request, device, listed, measured, make)
     choices[0].plan                     # what runs
-    descending(choices)                 # what is tried when a device refuses it: ever smaller
+    descending(choices, make)           # what is tried when a device refuses it: ever smaller
 
 Enumerated are all of 16 to 128 queries by 16 to 128 keys, 4 or 8 warps, 1 to 4 stages; what is left out has a reason (`unfit`). Ranked by the
 predicted cycles of the launch (`estimate`), with two exceptions. Where shapes were measured, or machine code inspected, for float32 operands,

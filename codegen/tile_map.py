@@ -18,9 +18,8 @@ import torch
 from ..spec import dtype_of
 from ..tilemap import COUNTS, TILE, Mask, shapes
 from . import cache, header
-from .arguments import Arguments, Names, Size, number
-from .emission import RESERVED, Kernel
-from .helpers import HELPERS
+from .arguments import Arguments, Names, number
+from .emission import RESERVED, Kernel, wrapped
 from .scores import Body, Programs
 from .text import level, prepare
 from .writer import Writer
@@ -102,7 +101,10 @@ def emit(mask: Mask, wide: bool) -> Kernel:
     lines.line("full = tl.min((full | (within ^ True)).to(tl.int32))")
     arguments.pointer("bits_ptr", "bits")
     lines.line(f"tl.store(bits_ptr + pid, (alive * {ALIVE} + full * {FULL}).to(tl.int8))")
-    return _wrap(mask, programs, lines)
+    whole, batch = Writer(), ", ".join(mask.batch)
+    whole.line(f'"""What one tile of the mask holds{f", of one {batch}" if batch else ""}."""')
+    whole.extend(lines.lines)
+    return wrapped("tiles_of_mask", programs, whole, {"BLOCK_M": TILE, "BLOCK_N": TILE})
 
 
 def _along(body: Body, programs: Programs, predicate: Any) -> str:
@@ -112,24 +114,6 @@ def _along(body: Body, programs: Programs, predicate: Any) -> str:
     if where in ("tile", "scalar"):
         return text.text
     return f"{text.within(8)}{programs.along[where]}"
-
-
-def _wrap(mask: Mask, programs: Programs, lines: Writer) -> Kernel:
-    name = "tiles_of_mask"
-    pointers, integers = programs.arguments.ordered()
-    out = Writer()
-    for helper in sorted(programs.helpers):
-        out.extend(HELPERS[helper].strip("\n").split("\n"))
-        out.line()
-        out.line()
-    sizes = [a.name for a in integers if isinstance(a, Size)]
-    out.call("@triton.jit(do_not_specialize=[", [f'"{n}"' for n in sizes], "])")
-    constants = (("BLOCK_M", TILE), ("BLOCK_N", TILE))
-    out.call(f"def {name}(", [*(p.name for p in pointers), *(a.name for a in integers), *(f"{n}: tl.constexpr" for n, _ in constants)], "):")
-    batch = ", ".join(mask.batch)
-    out.line(f'    """What one tile of the mask holds{f", of one {batch}" if batch else ""}."""')
-    out.extend(f"    {line}" if line else "" for line in lines.lines)
-    return Kernel(name, out.text(), pointers, integers, constants)
 
 
 def render(mask: Mask, kernel: Kernel) -> str:
@@ -174,7 +158,8 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     from .launch import caller
 
     named = dict(zip(mask.size_names, sizes, strict=True))
-    wide = any(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) >= 2 ** 30 for t in operands) or max(named["i"], named["j"]) >= 2 ** 15
+    reach = max((sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in operands), default=0)
+    wide = reach >= 2 ** 30 or max(named["i"], named["j"]) >= 2 ** 15
     kernel = emit(mask, wide)
     module = _module(mask, wide)
     by_rows, by_columns = shapes(mask, sizes)

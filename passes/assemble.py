@@ -19,10 +19,10 @@ from ..spec import Access, AttentionSpec, EmptyRows
 from . import nodes
 from .lift import Level, Lift, NoRule
 from .manual import bound
-from .operands import Call, Frame, Operands, first_name
+from .operands import Call, Frame, Operands
 from .pointwise import as_kind
 from .region import Region, memory_order, merge_order
-from .trace import Value, aten
+from .trace import Value, aten, first_name
 from .unfold import Parts, arguments_of, main_dot, pull, query_axis, sides, uses
 from .wanted import Wanted
 from .weights import layout, reading
@@ -71,8 +71,8 @@ def assemble(region: Region, values: list[Value | None], least: dict[str, int], 
         lift = Lift(algebra, opaque=others)
         parts = pull(lift, out)
         main = main_dot(parts)
-        key, query = sides(parts, main)
-        i = query_axis(parts, key, query, out)
+        key, _ = sides(parts, main)
+        i = query_axis(parts, key, out)
         priced = Lift(algebra, opaque=others, price=(i, "j"))
         parts = pull(priced, out)
         main = main_dot(parts)
@@ -172,7 +172,7 @@ class _Spec:
         inverse = [call.spec.out_axes.index(final[f"x{n}"]) for n in range(rank)]
         want = self.region.wanted
         weights = tuple(self._weights(n, want, frame, (q, k), score, call.spec, batch, local) for n in want.nodes) if want else ()
-        return Lifted(call, tuple(inverse), self._score_nodes(local), weights)
+        return Lifted(call, tuple(inverse), self._score_nodes(), weights)
 
     def _weights(self, node: Node, want: Wanted, frame: Frame, roles: tuple[Level, Level], score: Expr, spec: AttentionSpec,
                  batch: list[str], local: dict[int, int]) -> Weights:
@@ -231,17 +231,14 @@ class _Spec:
         order = merge_order(self.region.product, rank) or memory_order(nodes.value(self.region.product))
         return tuple(axes.index(final[f"x{k}"]) for k in order or range(rank))
 
-    def _score_nodes(self, local: dict[int, int]) -> tuple[int, ...]:
+    def _score_nodes(self) -> tuple[int, ...]:
         """The nodes that hold the raw product or what is computed from it on the way to the softmax."""
         dot = {self.parts.lift.dots[self.main][0].number}
-        found = []
-        for k, v in enumerate(self.nodes):
-            if v is not None and v is not self.out and _made_from(v, dot):
-                found.append(k)
-        return tuple(found)
+        return tuple(k for k, v in enumerate(self.nodes) if v is not None and v is not self.out and _made_from(v, dot))
 
 
 def _made_from(value: Value, numbers: set[int]) -> bool:
+    """Whether a tensor is one of these, by number, or computed from one."""
     seen: set[int] = set()
     stack = [value]
     while stack:

@@ -26,11 +26,10 @@ _REACH = 12
 
 def sums(gm: GraphModule) -> list[Node]:
     """The value products of a graph whose weights are the sum or difference of two softmaxes, in graph order."""
-    found = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and nodes.name(n) in _PRODUCTS and n.users and _parts(n) is not None]
-    if not found:
-        return []
-    facts = GraphFacts(gm)
-    return [n for n in found if _as_summed(n, facts)]
+    called = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method") and nodes.name(n) in _PRODUCTS and n.users]
+    found = [n for n in called if _parts(n) is not None]
+    facts = GraphFacts(gm) if found else None
+    return [n for n in found if facts is not None and _as_summed(n, facts)]
 
 
 def distribute(gm: GraphModule, product: Node) -> Expansion:
@@ -60,10 +59,10 @@ def _as_summed(product: Node, facts: GraphFacts) -> bool:
 def _made(graph: Graph, product: Node, args: tuple[Any, ...], op: str, target: Any) -> Node:
     """A new node with the bookkeeping of the product, and a value as the product's, in memory of its own."""
     made = graph.create_node(op, target, args)
-    made.meta.update({k: product.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in product.meta})
+    made.meta.update(nodes.bookkeeping(product))
     value = nodes.value(product)
     with value.fake_mode, torch.no_grad():
-        made.meta["example_value" if "example_value" in product.meta else "val"] = torch.empty_like(value)
+        made.meta[nodes.value_key(product)] = torch.empty_like(value)
     return made
 
 

@@ -187,8 +187,7 @@ def _emit(graph: Graph, call: Node, steps: Sequence[_Step]) -> dict[int, Node]:
     arguments = nodes.inputs(call)
     made = {id(nodes.value(n)): n for n in arguments if isinstance(nodes.value(n), Tensor)}
     lengths = Lengths(graph, [n for n in arguments if isinstance(nodes.value(n), Tensor)], call)
-    key = "val" if "val" in call.meta and "example_value" not in call.meta else "example_value"
-    about = {k: call.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in call.meta}
+    key, about = nodes.value_key(call), nodes.bookkeeping(call)
 
     def argument(x: Any) -> Any:
         if isinstance(x, torch.SymFloat):              # a probability of dropout that Dynamo may have fixed since

@@ -16,7 +16,7 @@ from ..program import WEIGHT, Expr, apply, axis, const, depends, load, loads, wa
 from ..refusal import Reason, Refused
 from . import manual, selection  # noqa: F401  (their rules enter the table)
 from .pointwise import POINTWISE, as_kind, element
-from .trace import Call, Value, aten
+from .trace import Call, Value, aten, first_name
 from .views import COPIES, VIEWS
 
 Index = tuple[Expr, ...]
@@ -195,8 +195,8 @@ class Lift:
         others = tuple(x for k, x in enumerate(index) if k != dim)
         if offset.op != "const" or any("j" in depends(x) for x in others):
             if bound:
-                raise Refused(Reason.WEIGHT_PROGRAM, _name(value), "lift", "a sum or maximum over the weights")
-            raise Refused(Reason.SOFTMAX_AXIS, _name(value), "lift", f"softmax over dimension {dim}")
+                raise Refused(Reason.WEIGHT_PROGRAM, first_name(value), "lift", "a sum or maximum over the weights")
+            raise Refused(Reason.SOFTMAX_AXIS, first_name(value), "lift", f"softmax over dimension {dim}")
         here = Softmax(value, call, index, dim, int(offset.attr))  # type: ignore[arg-type]
         if self.found is not None and (self.found.value is not value or self.found.index != index):
             raise NoRule("weights of more than one softmax")
@@ -283,7 +283,3 @@ class Lift:
 
 
 _FACTORS = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div", aten.neg.default: "neg"}
-
-
-def _name(value: Value) -> str:
-    return value.nodes[0].name if value.nodes else ""

@@ -24,8 +24,8 @@ from .replay import run_node
 
 @dataclass(frozen=True)
 class Measured:
-    """The kernels of the replaced part of a slice, run in eager mode, the integers of the call that replaces it, and the bytes of the distinct elements of each
-    of its operands; and the calls that give weights."""
+    """The kernels of the replaced part of a slice, run in eager mode; the integers of the call that replaces it, and the bytes of the
+    distinct elements of each of its operands; and the calls that give weights."""
 
     calls: tuple[Call, ...]
     sizes: tuple[int, ...]
@@ -39,7 +39,8 @@ def measure(region: Region, lifted: Lifted) -> Measured | None:
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     mode = next((m for x in tensors if (m := getattr(x, "fake_mode", None)) is not None), None)
     symbolic = any(isinstance(n, torch.SymInt) for x in tensors for n in (*x.shape, *x.stride()))
-    if mode is None or symbolic or any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in inputs) or any(s.op != "const" for s in lifted.call.sizes):
+    symbolic |= any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in inputs)
+    if mode is None or symbolic or any(s.op != "const" for s in lifted.call.sizes):
         return None
     local = [*region.inputs, *region.body]
     staying = _staying(region, [local[n] for n in lifted.call.operands])

@@ -71,6 +71,16 @@ def value(node: Node) -> Any:
     return node.meta.get("val") if found is None else found
 
 
+def value_key(node: Node) -> str:
+    """Under which key the nodes around this one keep their fake values; Dynamo's where it has none of its own."""
+    return "val" if "val" in node.meta and "example_value" not in node.meta else "example_value"
+
+
+def bookkeeping(node: Node) -> dict[str, Any]:
+    """What a node that takes this one's place must keep of its ``meta``: module path and source line."""
+    return {k: node.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in node.meta}
+
+
 def is_builtin(node: Node) -> bool:
     """Whether a call can be replayed on fake tensors alone: a PyTorch function or method, or a leaf module without state."""
     if node.op == "call_method":

@@ -11,7 +11,7 @@ import torch
 from ..program import Expr, load, loads, rewrite, size
 from ..spec import Access, AttentionSpec, Operand
 from .lift import Level
-from .trace import Value
+from .trace import Value, first_name
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,6 @@ class Operands:
                              operands=(*operands, *(Operand(f"c{n}", "float64", 0) for n in range(len(self._floats)))), **fields)
         return Call(spec, tuple(local[id(t.nodes[0])] for t in self.tensors), tuple(self.casts), tuple(self._floats),
                     tuple(self.frame.lengths[a] for a in spec.axes) + tuple(self._scalars))
-
-
-def first_name(value: Value) -> str:
-    """Of the node that holds a tensor."""
-    return value.nodes[0].name if value.nodes else ""
 
 
 def _labels(tensors: Sequence[Value], roles: Sequence[Level]) -> list[str]:

@@ -79,7 +79,6 @@ def _pow(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     return out
 
 
-
 @rule(aten.div.Tensor, aten.div.Scalar)
 def _div(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """a / b; e.g. `x / 3`, `n / 2`"""
@@ -179,7 +178,8 @@ def _decides(lift: Lift, value: Any, x: Expr, other: Expr | None) -> None:
     varying = {n for n in walk(x) if n.op in ("load", "axis", "size")} - {a for n in loads(x) for i in n.args for a in walk(i)}
     whole = all(n.kind != "float" or n.op in ("add", "sub", "neg", "float") or n.op == "const" and n.attr == int(n.attr)  # type: ignore[arg-type]
                 for n in walk(x) if n.op != "const" or math.isfinite(n.attr))  # type: ignore[arg-type]
-    if other is None or other.op != "const" or not abs(other.attr) <= _EXACT or other.attr != int(other.attr) or not whole or len(varying) > 1:  # type: ignore[arg-type]
+    small = other is not None and other.op == "const" and abs(other.attr) <= _EXACT and other.attr == int(other.attr)  # type: ignore[arg-type]
+    if not small or not whole or len(varying) > 1:
         raise lift.no_rule("a choice by a rounded number")
 
 
@@ -242,8 +242,6 @@ def _full(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     """The number it is filled with; e.g. `torch.full((3, 4), 2.5)`, `torch.full_like(x, 3)`"""
     fill = call.args[0] if call.target is aten.scalar_tensor.default else call.args[2] if call.target is aten.new_full.default else call.args[1]
     return as_kind(number(fill), value.kind)
-
-
 
 
 @rule(aten.arange.start_step)

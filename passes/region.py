@@ -200,7 +200,9 @@ def _changes(node: Node, product: Node, facts: GraphFacts, known: dict[Node, boo
     made_here = at is not None and node.op not in ("placeholder", "get_attr")
     if not made_here or not facts.mutations.get(at or 0):
         return []
-    return [m for m in facts.mutations[at or 0] if facts.position[m] < facts.position[product] and _replayable(m) and _own_memory(m, facts) and m not in known]
+    here = facts.position
+    return [m for m in facts.mutations[at or 0]
+            if here[m] < here[product] and _replayable(m) and _own_memory(m, facts) and m not in known]
 
 
 def _check_mutations(body: list[Node], read: list[Node], product: Node, facts: GraphFacts) -> None:
@@ -310,7 +312,9 @@ class _Name:
 
 
 def _qualified(target: Any) -> str:
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}" if not isinstance(target, torch._ops.OpOverload) else str(target)
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
 
 
 def describe(x: Any) -> str:

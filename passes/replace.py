@@ -93,14 +93,12 @@ class _Maker:
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
     """A call with the bookkeeping (module path, source line) of the node that it replaces, and its fake value."""
     made = graph.call_function(target, args)
-    made.meta.update({k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "source_fn_stack") if k in like.meta})
+    made.meta.update(nodes.bookkeeping(like))
     values = map_arg(args, nodes.value)
-    key = "val" if "val" in like.meta and "example_value" not in like.meta else "example_value"
-    like_value = nodes.value(like)
-    mode = getattr(like_value, "fake_mode", None)
+    mode = getattr(nodes.value(like), "fake_mode", None)
     if mode is not None:
         with mode, torch.no_grad():
-            made.meta[key] = target(*values)
+            made.meta[nodes.value_key(like)] = target(*values)
     return made
 
 
@@ -193,7 +191,7 @@ def sweep(gm: GraphModule, regions: list[Region], spare: Iterable[Node] = ()) ->
         for node in reversed(list(gm.graph.nodes)):
             if node not in body or node.users or nodes.name(node) in ("_enter_autocast", "_exit_autocast"):
                 continue
-            if nodes.mutated(node) and _memory_in_use(node, gm.graph, body):
+            if nodes.mutated(node) and _memory_in_use(node, gm.graph):
                 continue
             gm.graph.erase_node(node)
             body.discard(node)
@@ -201,7 +199,7 @@ def sweep(gm: GraphModule, regions: list[Region], spare: Iterable[Node] = ()) ->
     return gone
 
 
-def _memory_in_use(node: Node, graph: Graph, body: set[Node]) -> bool:
+def _memory_in_use(node: Node, graph: Graph) -> bool:
     """Whether a later node still reads memory that this one changes (users that come before it in the graph do not count)."""
     changed = {nodes.storage(t) for t in nodes.mutated(node)}
     later = False

@@ -43,7 +43,8 @@ def _cat(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.constant_pad_nd.default)
 def _pad(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """pad(x, (a, b), c)[i] = x[i - a] where 0 <= i - a < len(x), else c; e.g. `torch.nn.functional.pad(x, (1, 2), value=7.0)`, `torch.nn.functional.pad(x, (-1, 1))`"""
+    """pad(x, (a, b), c)[i] = x[i - a] where 0 <= i - a < len(x), else c; e.g. `torch.nn.functional.pad(x, (1, 2), value=7.0)`,
+    `torch.nn.functional.pad(x, (-1, 1))`"""
     source, pads, fill = arguments(call, 3, 0)
     inside: Expr = TRUE
     at = list(index)
@@ -68,7 +69,6 @@ def _slice_scatter(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
     at = lift.simplify(apply("sub", index[dim], begin))
     inside = lift.simplify(apply("and", apply("ge", at, const(0)), apply("lt", at, source.shape[dim])))
     return _choose(lift, value, inside, (source, (*index[:dim], at, *index[dim + 1:])), (base, index))
-
 
 
 def _choose(lift: Lift, value: Value, inside: Expr, new: tuple[Value, Index], old: tuple[Value, Index]) -> Expr:
@@ -96,7 +96,8 @@ def _copy(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.index.Tensor)
 def _index(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """x[a, b][i] = x[a[i], b[i]]; the index tensors broadcast, and stand where the first does if they are neighbours; e.g. `x[n % 3, k]`, `x[:, k]`, `x[k[:2] - 3]`"""
+    """x[a, b][i] = x[a[i], b[i]]; the index tensors broadcast, and stand where the first does if they are neighbours; e.g. `x[n % 3, k]`,
+    `x[:, k]`, `x[k[:2] - 3]`"""
     source, indices = call.args[0], list(call.args[1])
     indices += [None] * (len(source.shape) - len(indices))
     tensors = [t for t in indices if t is not None]
@@ -119,7 +120,8 @@ def _index(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 
 @rule(aten.index_put.default)
 def _index_put(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
-    """y = x.clone(); y[m] = 3, one number where a mask says so; e.g. `torch.index_put(x, [m], torch.tensor(3.0))`, `torch.index_put(x, [m[:, 0]], torch.tensor(3.0))`"""
+    """y = x.clone(); y[m] = 3, one number where a mask says so; e.g. `torch.index_put(x, [m], torch.tensor(3.0))`,
+    `torch.index_put(x, [m[:, 0]], torch.tensor(3.0))`"""
     source, indices, new, accumulate = arguments(call, 4, False)
     if len(indices) != 1 or indices[0] is None or indices[0].dtype != torch.bool or accumulate or any(s != const(1) for s in new.shape):
         raise lift.no_rule("assignment to chosen elements")

@@ -36,8 +36,10 @@ def attach(graph: Graph, spec: AttentionSpec, operands: list[Node], sizes: list[
     query = operands[spec.query.operand]
     found = mapped(spec)
     lengths = {name: _hint(s) for name, s in zip(spec.size_names, sizes, strict=True)}
-    if (found is None or any(nodes.value(operands[n]).requires_grad for n in found.floats) or nodes.value(query).device.type not in DEVICES or settings.executor == "torch" or spec.compute_dtype != torch.float32
-            or not worthwhile(lengths["i"], lengths["j"], max(lengths["d"], lengths["e"]))):
+    if found is None or not worthwhile(lengths["i"], lengths["j"], max(lengths["d"], lengths["e"])):
+        return spec, operands
+    followed = nodes.value(query).device.type in DEVICES and settings.executor != "torch" and spec.compute_dtype == torch.float32
+    if not followed or any(nodes.value(operands[n]).requires_grad for n in found.floats):
         return spec, operands
     named = dict(zip(spec.size_names, sizes, strict=True))
     own = [operands[n] for n in found.sources]
@@ -68,6 +70,7 @@ def _earlier(graph: Graph, operands: list[Node], sizes: list[Any], text: str, pl
             found = None
         if node.op == "call_function" and node.target is torch.ops.attnfuse.tile_map.default:
             _, own, own_sizes, own_text = node.args
-            if own_text == text and list(own) == operands and [symbol(s) for s in own_sizes] == [symbol(s) for s in sizes]:  # type: ignore[call-overload]
+            same = own_text == text and list(own) == operands  # type: ignore[call-overload]
+            if same and [symbol(s) for s in own_sizes] == [symbol(s) for s in sizes]:
                 found = node
     return found

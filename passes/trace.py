@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..program import Expr, apply, const, size
+from ..program import OPS, Expr, apply, const, size
 from ..refusal import Reason, Refused
 
 aten = torch.ops.aten
@@ -113,7 +113,8 @@ class Record(TorchDispatchMode):
 
 _NOT_RECORDED = {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default, aten.is_pinned.default}
 # Kept whole although PyTorch could take them apart: the lifting rules know them by their meaning.
-_WHOLE = (aten.native_dropout.default, aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default, aten.baddbmm.default, aten.logsumexp.default)
+_WHOLE = (aten.native_dropout.default, aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default, aten.baddbmm.default,
+          aten.logsumexp.default)
 
 
 @functools.lru_cache(maxsize=None)
@@ -140,6 +141,11 @@ def _baddbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1
     known = lambda factor, value: isinstance(factor, (int, float)) and factor == value     # a symbolic one is not asked: that would fix it
     product = torch.bmm(a, b) if known(alpha, 1) else torch.bmm(a, b) * alpha
     return product if known(beta, 0) else product + (x if known(beta, 1) else x * beta)
+
+
+def first_name(value: Value) -> str:
+    """Of the node that holds a tensor; empty where none does."""
+    return value.nodes[0].name if value.nodes else ""
 
 
 def length(x: int | torch.SymInt) -> Expr:
@@ -182,16 +188,10 @@ def from_sympy(expr: Any) -> Expr:
         for _ in range(int(expr.args[1]) - 1):
             out = apply("mul", out, args[0])
         return out
-    if name in _SYMPY and len(args) == len(apply_arity(_SYMPY[name])):
+    if name in _SYMPY and len(args) == OPS[_SYMPY[name]].arity:
         op = _SYMPY[name]
         return apply(op, *(args if op in ("floordiv", "mod", "max", "min", "float") else [_as_float(a) for a in args]))
     raise Refused(Reason.DYNAMIC, stage="lift", detail=f"no program for the length {expr}")
-
-
-def apply_arity(op: str) -> range:
-    """As many places as the operation has arguments."""
-    from ..program import OPS
-    return range(OPS[op].arity)
 
 
 def _as_float(x: Expr) -> Expr:

@@ -199,7 +199,7 @@ def uses(level: Level) -> frozenset[str]:
     return frozenset().union(*(depends(x) for x in level.index))
 
 
-def query_axis(parts: Parts, key: list[Level], query: list[Level], out: Value) -> str:
+def query_axis(parts: Parts, key: list[Level], out: Value) -> str:
     """An axis of the result on which neither keys nor values depend: the last one that is not of length 1."""
     shared = uses(key[-1]) | uses(parts.values[-1])
     free = [k for k in range(len(out.shape)) if f"x{k}" not in shared and f"x{k}" != parts.e]

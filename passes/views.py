@@ -44,8 +44,6 @@ def _permute(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value,
     return source, tuple(index[where.index(k)] for k in range(len(order)))
 
 
-
-
 @view(aten.expand.default)
 def _expand(lift: Lift, value: Value, call: Call, index: Index) -> tuple[Value, Index]:
     """x of shape (1, n): x.expand(m, n)[i, j] = x[0, j]; e.g. `x[:1].expand(5, 4)`"""
@@ -114,11 +112,9 @@ def _split_with_sizes(lift: Lift, value: Value, call: Call, index: Index) -> tup
     return _shifted(lift, source, dim, start, index)
 
 
-
 def _shifted(lift: Lift, source: Value, dim: int, start: Expr, index: Index) -> tuple[Value, Index]:
     dim %= len(source.shape)
     return source, (*index[:dim], lift.simplify(apply("add", start, index[dim])), *index[dim + 1:])
-
 
 
 @view(aten.flip.default)
@@ -158,7 +154,7 @@ def reshaped(lift: Lift, outer: Sequence[Expr], inner: Sequence[Expr], index: In
     while a and b:
         left, right = [a.pop(0)], [b.pop(0)]
         while True:
-            here, there = _product(lift, [outer[k] for k in left]), _product(lift, [inner[k] for k in right])
+            here, there = product(lift, [outer[k] for k in left]), product(lift, [inner[k] for k in right])
             if here == there:
                 break
             if b and (not a or _divides(lift, there, here)):
@@ -177,12 +173,13 @@ def _group(lift: Lift, outer: list[Expr], index: list[Expr], inner: list[Expr], 
     for s, x in zip(outer, index, strict=True):
         flat = lift.simplify(apply("add", apply("mul", flat, s), x))
     for n, place in enumerate(places):
-        step = _product(lift, inner[n + 1:])
+        step = product(lift, inner[n + 1:])
         at = lift.simplify(apply("floordiv", flat, step)) if step != const(1) else flat
         out[place] = at if n == 0 else lift.simplify(apply("mod", at, inner[n]))
 
 
-def _product(lift: Lift, lengths: Sequence[Expr]) -> Expr:
+def product(lift: Lift, lengths: Sequence[Expr]) -> Expr:
+    """How many elements a tensor of these lengths has."""
     out: Expr = const(1)
     for s in lengths:
         out = apply("mul", out, s)

@@ -71,7 +71,8 @@ def wanted(candidate: Candidate, facts: GraphFacts) -> Wanted | None:
         if at is None:
             raise Refused(Reason.WEIGHTS_USED, reader.name, "region", f"by {nodes.name(reader)}")
         if (node in facts.no_grad) != (product in facts.no_grad) and (value.requires_grad or nodes.value(product).requires_grad):
-            raise Refused(Reason.WEIGHTS_USED, reader.name, "region", f"by {nodes.name(reader)}, where other gradients are recorded than at the product")
+            raise Refused(Reason.WEIGHTS_USED, reader.name, "region",
+                          f"by {nodes.name(reader)}, where other gradients are recorded than at the product")
         groups.setdefault(at, []).append(node)
     found: list[Node] = []
     readers = [reader for _, reader in seen]
@@ -146,7 +147,8 @@ def _move(node: Node, at: Node, position: dict[Node, int], facts: GraphFacts, wa
     between = at
     while between is not node:
         if nodes.name(between) in _MODES:
-            raise Refused(Reason.WEIGHTS_USED, want.user.name, "replace", f"by {nodes.name(want.user)}, before another mode in which {node.name} is made")
+            raise Refused(Reason.WEIGHTS_USED, want.user.name, "replace",
+                          f"by {nodes.name(want.user)}, before another mode in which {node.name} is made")
         between = between.next
     touched = [nodes.storage(n) for n in (node, *nodes.inputs(node)) if isinstance(nodes.value(n), torch.Tensor)]
     pure = node.op == "get_attr" or node.op in ("call_function", "call_method") and nodes.is_builtin(node) and nodes.name(node) in _PURE

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..program import Expr, apply, axis, const, depends, linear_in_weight, walk
+from ..program import Expr, axis, const, depends, linear_in_weight, walk
 from ..refusal import Refused
 from . import nodes
 from .lift import Index, Lift, NoRule
@@ -22,7 +22,7 @@ from .region import memory_order
 from .repair import NAN, split
 from .trace import Value
 from .unfold import Parts, softmax_of
-from .views import reshaped
+from .views import product, reshaped
 from .wanted import Wanted
 
 
@@ -78,7 +78,7 @@ def layout(lift: Lift, at: Reading, value: Value, node: Node, own: Sequence[str]
         expected = reshaped(lift, sizes, value.shape, tuple(const(0) if lengths[a] == const(1) else axis(a) for a in order))
     except NoRule as e:
         raise want.refused(str(e)) from e
-    if expected != at.index or _count(lift, sizes) != _count(lift, value.shape):
+    if expected != at.index or product(lift, sizes) != product(lift, value.shape):
         raise want.refused("weights that are repeated, or of which a part is read")
     memory = memory_order(nodes.value(node))
     same = sizes == value.shape
@@ -99,10 +99,3 @@ def _order(index: Index, own: Sequence[str], lengths: Mapping[str, Expr], shape:
             order.append(short.pop(0))
     order += short
     return order if len(order) == len(own) else None
-
-
-def _count(lift: Lift, lengths: Sequence[Expr]) -> Expr:
-    out: Expr = const(1)
-    for s in lengths:
-        out = apply("mul", out, s)
-    return lift.simplify(out)

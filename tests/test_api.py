@@ -273,6 +273,13 @@ def test_no_attention_is_no_candidates(x: Tensor) -> None:
     assert "no candidates" in str(attnfuse.explain(nn.Linear(16, 16), x))
 
 
+def test_what_is_no_model_and_no_graph_is_said_to_be_none() -> None:
+    with pytest.raises(ValueError, match="an nn.Module or a function, not int"):
+        attnfuse.explain(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a GraphModule, such as .*\.module\(\)`, not Attention"):
+        attnfuse.rewrite(Attention(), ())  # type: ignore[arg-type]
+
+
 def test_explain_says_when_nothing_was_captured() -> None:
     report = attnfuse.explain(lambda: 3)
     assert report.graphs == 0 and "no graph was captured" in str(report)
@@ -374,7 +381,7 @@ def test_settings_nest_and_end() -> None:
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from attnfuse.settings import current
     monkeypatch.setenv("ATTNFUSE_STRICT", "yes")
-    monkeypatch.setenv("ATTNFUSE_DETERMINISTIC", "none")
+    monkeypatch.setenv("ATTNFUSE_DUMP", "")
     assert current() == attnfuse.Settings(strict=True)
     with attnfuse.settings(strict=False):
         assert not current().strict
@@ -414,6 +421,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no candidates" in capsys.readouterr().out
     assert cli.main(["explain", f"{tmp_path}/m.py:nothing"]) == 2
     assert cli.main(["explain", "nowhere"]) == 2
+    for wrong in ("number = 3", "def number(): return 3", "import torch\ndef number(): return torch.nn.Linear(2, 2), torch.zeros(1, 2)"):
+        (tmp_path / "wrong.py").write_text(wrong)
+        capsys.readouterr()
+        assert cli.main(["explain", f"{tmp_path}/wrong.py:number"]) == 2
+        assert "a function without arguments that returns (model, inputs)" in capsys.readouterr().err
 
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The folder of generated files: whole or not at all, read with suspicion, shared by processes, and never in the way."""
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import warnings
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import attnfuse
 from attnfuse.codegen import cache
 
 
@@ -17,6 +19,23 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache._warn.cache_clear()
     cache._fallback.cache_clear()
     return tmp_path / "kernels"
+
+
+def test_the_fingerprint_covers_every_module_of_meaning_that_the_emitters_read() -> None:
+    """Whatever the emitters import, directly or through one another, to decide what a kernel says."""
+    folder = Path(cache.__file__).parent
+    core = Path(attnfuse.__file__).parent
+    around = {"origin", "reference", "elements", "tiling", "tuning", "walker"}       # of the header and the host: no line of a kernel
+    wanted: set[str] = set()
+    queue = list(folder.glob("*.py"))
+    while queue:
+        file = queue.pop()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == (2 if file.parent == folder else 1):
+                names = {node.module} if node.module else {alias.name for alias in node.names}
+                queue += [core / f"{n}.py" for n in names - wanted - around]
+                wanted |= names - around
+    assert wanted == set(cache.MEANING)
 
 
 def test_written_once_and_whole(own_folder: Path) -> None:

@@ -78,7 +78,7 @@ def test_roofline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_explain_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    (tmp_path / "drawn.py").write_text("import torch\ndef build():\n    return (lambda q, k, v: (q @ k.mT).softmax(-1) @ v), torch.randn(3, 1, 2, 32, 8)\n"
+    (tmp_path / "drawn.py").write_text("import torch\ndef build():\n    return (lambda q, k, v: (q @ k.mT).softmax(-1) @ v), tuple(torch.randn(3, 1, 2, 32, 8))\n"
                                        "def other():\n    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)\n")
     assert run(capsys, "explain", f"{tmp_path}/drawn.py:build", "--plot", str(tmp_path / "r.png"), "--device", "b200")[0] == 0
     assert (tmp_path / "r.png").exists()
