@@ -1,11 +1,13 @@
 """From the plan that is preferred to one that runs: what a device or a compiler refuses costs that plan, never the call.
 
-    result = first_that_runs(plans, attempt)        # plans: the preferred one first; the refused ones leave the list
+    steps = Steps(plans)                            # the preferred one first
+    result = steps.first_that_runs(attempt)         # the refused ones leave the list
 """
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from . import autotune
@@ -19,22 +21,33 @@ _REFUSALS = ("PassManager::run failed", "failed to translate module to LLVM IR",
 """What Triton's passes and CUDA's launcher say in a RuntimeError."""
 
 
-def first_that_runs(plans: list[KernelPlan], attempt: Callable[[KernelPlan], T]) -> T:
-    """What the first plan gives that is not refused.
+@dataclass
+class Steps:
+    """The plans of a kernel that were not refused yet, the preferred one first, and why the last one was."""
 
-    Raises:
-        Unsupported: all of them are.
-    """
-    while True:
-        try:
-            return attempt(plans[0])
-        except Exception as problem:
-            if not refused(problem):
-                raise
-            log.info("the plan %s was refused: %s", plans[0], str(problem)[:200])
-            if len(plans) == 1:
-                raise Unsupported(f"no plan of a kernel was accepted ({type(problem).__name__}: {str(problem)[:200]})") from problem
-            plans.pop(0)
+    plans: list[KernelPlan]
+    refusal: str = ""
+
+    def first_that_runs(self, attempt: Callable[[KernelPlan], T]) -> T:
+        """What the first plan gives that is not refused; those that are, are not tried again.
+
+        Raises:
+            Unsupported: all of them are, now or at an earlier call.
+        """
+        while self.plans:
+            try:
+                return attempt(self.plans[0])
+            except Exception as problem:
+                if not refused(problem):
+                    raise
+                self.refusal = f"{type(problem).__name__}: {str(problem)[:200]}"
+                log.info("the plan %s was refused: %s", self.plans.pop(0), self.refusal)
+        raise Unsupported(f"no plan of a kernel was accepted ({self.refusal})")
+
+    def prefer(self, winner: KernelPlan | None) -> None:
+        """Put a plan that was measured in front."""
+        if winner is not None:
+            self.plans = [winner, *(p for p in self.plans if autotune.shape_of(p) != autotune.shape_of(winner))]
 
 
 def refused(problem: Exception) -> bool:
@@ -43,8 +56,3 @@ def refused(problem: Exception) -> bool:
 
     return isinstance(problem, (OutOfResources, PTXASError)) or \
         isinstance(problem, RuntimeError) and any(text in str(problem) for text in _REFUSALS)
-
-
-def preferring(winner: KernelPlan | None, plans: list[KernelPlan]) -> list[KernelPlan]:
-    """The plans with a measured winner in front."""
-    return plans if winner is None else [winner, *(p for p in plans if autotune.shape_of(p) != autotune.shape_of(winner))]

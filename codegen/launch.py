@@ -22,7 +22,7 @@ from ..tilemap import Mask
 from . import autotune, cache, header
 from .arguments import Unsupported, number
 from .emission import Kernel
-from .fallback import first_that_runs, preferring
+from .fallback import Steps
 from .forward import emit
 from .plan import KernelPlan, Request
 from .plan_forward import LARGEST_HEAD, candidates, choices
@@ -266,10 +266,9 @@ class _Ladder:
 
     def __init__(self, spec: AttentionSpec, plans: tuple[KernelPlan, ...], sizes: tuple[int, ...],
                  operands: Sequence[torch.Tensor], tuned: Sequence[KernelPlan] = (), key: autotune.Key | None = None) -> None:
-        self.spec, self.plans, self.sizes, self.tuned, self.key = spec, list(plans), sizes, tuned, key
+        self.spec, self.steps, self.sizes, self.tuned, self.key = spec, Steps(list(plans)), sizes, tuned, key
         self.call = recorded(operands, sizes)
         self.bound: Run | None = None
-        self.failure = ""
 
     def run(self, operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch; on the first call look for the fastest plan if asked to, and climb down until one is taken.
@@ -279,8 +278,6 @@ class _Ladder:
         """
         if self.bound is not None:
             return self.bound(operands, seed)
-        if self.failure:
-            raise Unsupported(self.failure)
 
         def attempt(plan: KernelPlan) -> tuple[Run, tuple[torch.Tensor, torch.Tensor]]:
             bound = bind(function(self.spec, plan, self.call), emit(self.spec, plan), plan, self.spec, self.sizes, operands)
@@ -291,13 +288,9 @@ class _Ladder:
             return (lambda: bound(operands, seed)), [out]
 
         with autotune.on(operands[self.spec.query.operand].device):
-            if self.key is not None and self.tuned:
-                self.plans = preferring(autotune.choose(self.key, self.tuned, trial, autotune.tolerance(self.spec)), self.plans)
-            try:
-                self.bound, result = first_that_runs(self.plans, attempt)
-            except Unsupported as problem:
-                self.failure = str(problem)         # the exception itself would keep the operands alive
-                raise
+            if self.key is not None and self.tuned and self.steps.plans:
+                self.steps.prefer(autotune.choose(self.key, self.tuned, trial, autotune.tolerance(self.spec)))
+            self.bound, result = self.steps.first_that_runs(attempt)
         return result
 
 

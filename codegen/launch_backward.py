@@ -27,7 +27,7 @@ from .arguments import Unsupported, number
 from .backward import emit
 from .chain import chain, flat, row_buffers, sweeps
 from .diagonals import at_distance, by_distance, summed
-from .fallback import first_that_runs, preferring
+from .fallback import Steps
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan, Request
@@ -183,10 +183,10 @@ class _Backward:
     def __init__(self, spec: AttentionSpec, sizes: tuple[int, ...], needs: tuple[bool, ...], wanted: Task,
                  plans: Mapping[Job, tuple[KernelPlan, ...]], call: header.Call, device: torch.device,
                  tuned: Mapping[Job, Tuned] | None = None) -> None:
-        self.tuned, self.failure = dict(tuned or {}), ""
+        self.tuned = dict(tuned or {})
         self.spec, self.sizes, self.needs, self.task, self.call, self.device = spec, sizes, needs, wanted, call, device
         self.named = dict(zip(spec.size_names, sizes, strict=True))
-        self.plans = {job: list(some) for job, some in plans.items()}
+        self.steps = {job: Steps(list(some)) for job, some in plans.items()}
         self.bound: dict[Job, Any] = {}
         self.several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.rows = math.prod(self.named[b] for b in spec.batch)
@@ -287,15 +287,13 @@ class _Backward:
         """Run one kernel; on the first call look for the fastest plan if asked to, and climb down until one is taken."""
         if job in self.bound:
             return self.bound[job](tensors)
-        if self.failure:
-            raise Unsupported(self.failure)
 
         def attempt(plan: KernelPlan, into: Mapping[object, torch.Tensor | None] = tensors) -> Bound:
             bound = self._bind(job, plan, into, operands)
             bound(into)
             return bound
 
-        if job in self.tuned:
+        if job in self.tuned and self.steps[job].plans:
             plans, key = self.tuned[job]
             scratch = {n: _scratch_like(t) if n in self._written(job) and t is not None else t for n, t in tensors.items()}
 
@@ -303,13 +301,8 @@ class _Backward:
                 bound = attempt(plan, scratch)
                 return (lambda: bound(scratch)), [scratch[n] for n in self._written(job)]  # type: ignore[misc]  # all are there
 
-            winner = autotune.choose(key, plans, trial, autotune.tolerance(self.spec))
-            self.plans[job] = preferring(winner, self.plans[job])
-        try:
-            self.bound[job] = first_that_runs(self.plans[job], attempt)
-        except Unsupported as problem:
-            self.failure = str(problem)
-            raise
+            self.steps[job].prefer(autotune.choose(key, plans, trial, autotune.tolerance(self.spec)))
+        self.bound[job] = self.steps[job].first_that_runs(attempt)
         return None
 
     def _written(self, job: Job) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ..tiling import allocate_weights
 from . import launch
 from .arguments import Unsupported
 from .backward import emit
-from .fallback import first_that_runs
+from .fallback import Steps
 from .header import request_of
 from .jobs import WEIGHTS
 from .launch_backward import function, numbers
@@ -96,21 +96,24 @@ class _Ladder:
     """One layout: plans in order of preference; one that the device turns out not to hold is left for the next, for good."""
 
     def __init__(self, spec: AttentionSpec, plans: Sequence[KernelPlan], sizes: tuple[int, ...], operands: Sequence[torch.Tensor]) -> None:
-        self.spec, self.plans, self.sizes = spec, list(plans), sizes
+        self.spec, self.steps, self.sizes = spec, Steps(list(plans)), sizes
         self.named = dict(zip(spec.size_names, sizes, strict=True))
         self.call = launch.recorded(operands, sizes)
         self.device = operands[spec.query.operand].device
         self.several = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self.bound: Any = None
+        self.nothing = not plans            # there is no element to write
 
     def run(self, operands: Sequence[torch.Tensor], stats: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
-        """Launch; on the first call climb down until a plan is taken. Without plans there is no element to write."""
+        """Launch; on the first call climb down until a plan is taken."""
         out = _allocate(self.spec, self.sizes, operands[self.spec.query.operand])
         tensors: dict[object, torch.Tensor | None] = {**dict(enumerate(operands)), "stats": stats.contiguous(), "weights": out, "seed": seed}
-        if self.plans and self.several:
+        if self.nothing:
+            return out
+        if self.several:
             with torch.cuda.device(self.device):
                 self._launch(tensors, operands)
-        elif self.plans:
+        else:
             self._launch(tensors, operands)
         return out
 
@@ -123,7 +126,7 @@ class _Ladder:
             bound(tensors)
             return bound
 
-        self.bound = first_that_runs(self.plans, attempt)
+        self.bound = self.steps.first_that_runs(attempt)
         return None
 
     def _bind(self, plan: KernelPlan, tensors: dict[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> Any:

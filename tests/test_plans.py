@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnfuse import ops
-from attnfuse.codegen import fallback, launch, launch_backward, plan_backward, plan_forward, predict, space
+from attnfuse.codegen import fallback, launch, launch_backward, launch_weights, plan_backward, plan_forward, predict, space
 from attnfuse.codegen.devices import device
 from attnfuse.codegen.emission import start_order
 from attnfuse.codegen.jobs import Job
@@ -302,6 +302,18 @@ def test_backward_climbs_down_too(prepared: tuple[Any, ...], monkeypatch: pytest
         warnings.simplefilter("always")
         assert ops._generated("backward", *arguments) is None and ops._generated("backward", *arguments) is None
     assert len([w for w in said if "no plan of a kernel" in str(w.message)]) == 1
+
+
+def test_refused_plans_of_weights_are_not_tried_again(prepared: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, operands, sizes, _ = prepared
+    stats = walked(spec, operands, sizes)[1]
+    refusing = Refusing(lambda n: out_of_resources())
+    monkeypatch.setattr(launch_weights, "_ladders", {})
+    monkeypatch.setattr(launch_weights._Ladder, "_bind", lambda *_: lambda now: refusing.check())
+    for _ in range(2):
+        with pytest.raises(launch.Unsupported, match="no plan of a kernel was accepted"):
+            launch.weights(spec, operands, stats, sizes)
+    assert refusing.tried == len(launch_weights.plans(spec, operands, sizes, SMALLEST))
 
 
 def test_planning_is_quick() -> None:
