@@ -31,13 +31,14 @@ def separate(gm: GraphModule, seen: Counter[str]) -> int:
 
 
 def _leaves(node: Node) -> bool:
-    """Whether the graph returns a node, or something that may be a view of it."""
+    """Whether the graph returns a node, or something that may be a view of it: whatever no large operation has made anew. Among the small
+    ones are views that are told neither by name nor by memory, such as a dropout that drops nothing."""
     seen, queue = {node}, [node]
     for one in queue:
         for user in one.users:
             if user.op == "output":
                 return True
-            if nodes.name(user) in nodes.TRANSPARENT and user not in seen:
+            if nodes.name(user) not in nodes.HEAVY | nodes.CONTRACTION and user not in seen:
                 seen.add(user)
                 queue.append(user)
     return False

@@ -245,7 +245,8 @@ def test_operator_gradcheck_of_a_bias_that_is_squared_and_a_sink(seed: int) -> N
     assert torch.autograd.gradcheck(call, [t.clone().requires_grad_() for t in operands])
 
 
-@pytest.mark.parametrize("view", (lambda o: o, lambda o: o.transpose(1, 2).flatten(2)), ids=("result", "merged heads"))
+@pytest.mark.parametrize("view", (lambda o: o, lambda o: o.transpose(1, 2).flatten(2), lambda o: nn.functional.dropout(o, 0.5, False)),
+                         ids=("result", "merged heads", "dropout that drops nothing"))
 @pytest.mark.parametrize("inner", ("eager", "inductor"))
 def test_equal_attentions_are_separate_results(inner: str, view: Callable[[Tensor], Tensor], seed: int) -> None:
     """A target without a gradient beside the same attention with one: taken for one call, they would be one tensor, without a gradient."""
