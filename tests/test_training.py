@@ -288,3 +288,40 @@ def test_equal_attentions_in_checkpoints(seed: int) -> None:
     (got,) = torch.autograd.grad(first.square().sum() + second.square().sum(), q)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+class Exported(nn.Module):
+    """Attention with a trained bias, or where a gradient is stopped."""
+
+    def __init__(self, stop: str) -> None:
+        super().__init__()
+        self.q, self.v, self.stop = nn.Linear(8, 8), nn.Linear(8, 8), stop
+        self.bias = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ x.mT
+        if not self.stop:
+            scores = scores + self.bias
+        if self.stop == "scores":
+            scores = scores.detach()
+        if self.stop == "half of the scores":
+            scores = scores - 0.5 * scores.detach()
+        weights = scores.softmax(-1)
+        return (weights.detach() if self.stop == "weights" else weights) @ self.v(x)
+
+
+@pytest.mark.parametrize("stop", ("", "scores", "half of the scores", "weights"))
+def test_an_exported_graph_says_by_name_where_gradients_stop(stop: str, seed: int) -> None:
+    """None of its values says whether it wants one: detach does, and what reads a trained bias stops nothing."""
+    model, x = Exported(stop), torch.randn(2, 3, 5, 8)
+    fused_, report = attnfuse.rewrite(torch.export.export(model, (x,)).module(), (x,), {"strict": True})
+    assert report.rewritten == (not stop), str(report)
+    fused_(x).square().sum().backward()
+    wide = copy.deepcopy(model).double()
+    wide(x.double()).square().sum().backward()
+    got = {n: p.grad for n, p in fused_.named_parameters()}
+    for name, p in wide.named_parameters():
+        assert (got[name] is None) == (p.grad is None), name
+        if p.grad is not None:
+            error = (got[name].double() - p.grad).norm()  # type: ignore[union-attr]
+            assert error <= 1e-4 * p.grad.norm() + 1e-4 * wide.v.weight.grad.norm(), name  # type: ignore[union-attr]
