@@ -1,6 +1,6 @@
 """The way of a graph through the passes, and what happens when one of them says no.
 
-    expand → find → slice_region → understand (replay, record, lift) → splice → sweep
+    expand → find → slice_region → understand (replay, record, lift) → splice → separate → sweep
 
 Invariant: the input graph is never changed; the output graph is well formed and equal in meaning; whatever goes wrong
 with one site leaves that site as it was, with its reason in the report.
@@ -11,6 +11,7 @@ import copy
 import logging
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -34,6 +35,7 @@ from .measure import Measured, measure
 from .region import GraphFacts, Region, merge_order, scores_observer, slice_region
 from .replace import replace, sweep
 from .replay import replay
+from .separate import separate
 from .trace import Value, record
 
 log = logging.getLogger("attnfuse")
@@ -58,6 +60,7 @@ class State:
     failures: list[str] = field(default_factory=list)
     known: dict[str, Lifted | Refusal] = field(default_factory=dict)
     measured: dict[str, Measured | None] = field(default_factory=dict)  # by the text of a slice
+    returned: Counter[str] = field(default_factory=Counter)             # specs of results that leave their graphs, of all graphs together
 
 
 def run(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
@@ -91,8 +94,9 @@ def _run(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
     if settings.dump:
         report.snapshots.append(("captured", str(gm.graph)))
     known: dict[str, Lifted | Refusal] = {}
+    returned: Counter[str] = Counter()
     for part in _graphs(whole):
-        state = State(part, settings, known=known)
+        state = State(part, settings, known=known, returned=returned)
         for one in PIPELINE:
             before = time.perf_counter()
             note = one(state)
@@ -238,6 +242,11 @@ def _splice(state: State, key: Node) -> None:
     origin.note(lifted.spec, nodes.module_path(region.candidate.anchor), nodes.source_line(region.candidate.anchor))
 
 
+def _separate(state: State) -> str:
+    """Keep results apart that later compilers would take for one."""
+    return f"{separate(state.gm, state.returned)} calls made unequal"
+
+
 def _measured(region: Region, lifted: Lifted) -> Measured | None:
     """What the slice moves as it is written; a remark of the report, so that nothing is lost where it cannot be counted."""
     try:
@@ -259,7 +268,7 @@ def _sweep(state: State) -> str:
     return f"{gone} nodes erased"
 
 
-PIPELINE: tuple[Callable[[State], str], ...] = (_expand, _find, _region, _lift, _replace, _sweep)
+PIPELINE: tuple[Callable[[State], str], ...] = (_expand, _find, _region, _lift, _replace, _separate, _sweep)
 
 
 def _key(c: Candidate) -> Node:

@@ -24,6 +24,8 @@ from .wanted import Wanted, wanted
 _MOST = 600
 """Nodes of a slice; further ones become its inputs."""
 _CONTEXT = frozenset({"_enter_autocast", "_exit_autocast"})
+_DETACHES = frozenset({"detach", "detach_", "data", "_get_data_attr"})
+"""What stops a gradient by its name, where the values do not tell."""
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"})
 """They ask a tensor for its shape and dtype, not for its values."""
 _RESHAPES = frozenset({"unsqueeze_", "squeeze_", "transpose_", "swapaxes_", "swapdims_", "t_", "resize_", "resize_as_", "as_strided_", "set_"})
@@ -173,6 +175,9 @@ def _own_memory(node: Node, facts: GraphFacts) -> bool:
 def _stops_gradient(node: Node, facts: GraphFacts) -> bool:
     """Whether a gradient that arrives here is dropped (detach, or anything under no_grad) although what is read wants one."""
     wants = lambda n: any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(nodes.value(n)))
+    if "example_value" not in node.meta and "val" in node.meta:      # the values of an exported graph don't say what wants a gradient
+        value = nodes.value(node)
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and (nodes.name(node) in _DETACHES or node in facts.no_grad)
     if not any(wants(a) for a in nodes.inputs(node)) or nodes.name(node) in _SHAPED:
         return False
     if node in facts.no_grad and nodes.mutated(node):

@@ -59,14 +59,15 @@ def _hint(size: Any) -> int:
 
 
 def _earlier(graph: Graph, operands: list[Node], sizes: list[Any], text: str, place: Node) -> Node | None:
-    """A map of the same mask that an earlier layer made, unless something has changed the mask since."""
+    """A map of the same mask that an earlier layer made, unless something has changed the mask since, or the map was made under an inference
+    mode that has ended: no gradient may keep such a tensor."""
     symbol = lambda s: str(nodes.value(s)) if isinstance(s, Node) else str(s)
     memory = {nodes.storage(n) for n in operands}
     found: Node | None = None
     for node in graph.nodes:
         if node is place:
             break
-        if found is not None and any(nodes.storage(t) in memory for t in nodes.mutated(node)):
+        if found is not None and (nodes.name(node) == "_exit_inference_mode" or any(nodes.storage(t) in memory for t in nodes.mutated(node))):
             found = None
         if node.op == "call_function" and node.target is torch.ops.attnfuse.tile_map.default:
             _, own, own_sizes, own_text = node.args

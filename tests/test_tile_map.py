@@ -258,6 +258,25 @@ def test_a_mask_that_changes_has_two_maps(everywhere: None, calls: list[tuple[st
 
 
 @outside
+def test_a_map_of_inference_mode_stays_there(everywhere: None, calls: list[tuple[str, int]], seed: int) -> None:
+    """No gradient may keep a tensor that was made under inference mode: behind it the mask gets a map of its own."""
+    def written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        attend = lambda: (q @ k.mT).masked_fill(~mask, -math.inf).softmax(-1) @ v
+        with torch.inference_mode():
+            looked_at = attend() * 2
+        return attend(), looked_at
+
+    q, k, v = torch.randn(3, 2, 2, 300, 16)
+    mask = torch.rand(300, 300) > 0.5
+    q.requires_grad_(True)
+    wide = q.detach().double().requires_grad_(True)
+    (want,) = torch.autograd.grad(written(wide, k.double(), v.double(), mask)[0].square().sum(), wide)
+    (got,) = torch.autograd.grad(torch.compile(written, backend="attnfuse", options={"strict": True})(q, k, v, mask)[0].square().sum(), q)
+    assert [c[0] for c in calls] == ["tile_map", "attention", "tile_map", "attention"]
+    assert (got.double() - want).norm() <= 1e-4 * want.norm()
+
+
+@outside
 @pytest.mark.parametrize("length, settings", [(100, {}), (300, {"executor": "torch"})])
 def test_who_gets_none(length: int, settings: dict[str, str], everywhere: None, calls: list[tuple[str, int]]) -> None:
     with torch.no_grad():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import attnfuse
 from attnfuse import ops
@@ -242,3 +243,85 @@ def test_operator_gradcheck_of_a_bias_that_is_squared_and_a_sink(seed: int) -> N
     operands = data(spec, sizes, [torch.randn(5, dtype=torch.float64), torch.randn(2, dtype=torch.float64)])
     call = lambda *t: torch.ops.attnfuse.attention(list(t), sizes, None, spec.to_json())[0]
     assert torch.autograd.gradcheck(call, [t.clone().requires_grad_() for t in operands])
+
+
+@pytest.mark.parametrize("view", (lambda o: o, lambda o: o.transpose(1, 2).flatten(2), lambda o: nn.functional.dropout(o, 0.5, False)),
+                         ids=("result", "merged heads", "dropout that drops nothing"))
+@pytest.mark.parametrize("inner", ("eager", "inductor"))
+def test_equal_attentions_are_separate_results(inner: str, view: Callable[[Tensor], Tensor], seed: int) -> None:
+    """A target without a gradient beside the same attention with one: taken for one call, they would be one tensor, without a gradient."""
+    class Twice(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            attend = lambda: view((q @ k.mT).softmax(-1) @ v)
+            with torch.no_grad():
+                target = attend()
+            return attend(), target, attend()
+
+    q, k, v = torch.randn(3, 2, 3, 5, 8)
+    q.requires_grad_(True)
+    wide = q.detach().double().requires_grad_(True)
+    (want,) = torch.autograd.grad(Twice()(wide, k.double(), v.double())[0].square().sum(), wide)
+    model = attnfuse.optimize(Twice(), inner=inner, settings=attnfuse.Settings(strict=True))
+    out, target, third = model(q, k, v)
+    fused(model, 3)
+    assert (out.requires_grad, target.requires_grad, third.requires_grad) == (True, False, True)
+    (got,) = torch.autograd.grad(out.square().sum(), q)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    assert len({t.untyped_storage().data_ptr() for t in (out, target, third)}) == 3
+
+
+def test_equal_attentions_in_checkpoints(seed: int) -> None:
+    """Each is computed again for itself: taken for one call, AOTAutograd can't tell which checkpoint keeps it."""
+    class Twice(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            attend = lambda q: (q @ k.mT).softmax(-1) @ v
+            first, second = (checkpoint(attend, q, use_reentrant=False) for _ in range(2))
+            return first, second
+
+    q, k, v = torch.randn(3, 2, 3, 5, 8)
+    q.requires_grad_(True)
+    wide = q.detach().double().requires_grad_(True)
+    (want,) = torch.autograd.grad(sum(o.square().sum() for o in Twice()(wide, k.double(), v.double())), wide)
+    model = attnfuse.optimize(Twice(), inner="eager", settings=attnfuse.Settings(strict=True))
+    first, second = model(q, k, v)
+    fused(model, 2)
+    (got,) = torch.autograd.grad(first.square().sum() + second.square().sum(), q)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+class Exported(nn.Module):
+    """Attention with a trained bias, or where a gradient is stopped."""
+
+    def __init__(self, stop: str) -> None:
+        super().__init__()
+        self.q, self.v, self.stop = nn.Linear(8, 8), nn.Linear(8, 8), stop
+        self.bias = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ x.mT
+        if not self.stop:
+            scores = scores + self.bias
+        if self.stop == "scores":
+            scores = scores.detach()
+        if self.stop == "half of the scores":
+            scores = scores - 0.5 * scores.detach()
+        weights = scores.softmax(-1)
+        return (weights.detach() if self.stop == "weights" else weights) @ self.v(x)
+
+
+@pytest.mark.parametrize("stop", ("", "scores", "half of the scores", "weights"))
+def test_an_exported_graph_says_by_name_where_gradients_stop(stop: str, seed: int) -> None:
+    """None of its values says whether it wants one: detach does, and what reads a trained bias stops nothing."""
+    model, x = Exported(stop), torch.randn(2, 3, 5, 8)
+    fused_, report = attnfuse.rewrite(torch.export.export(model, (x,)).module(), (x,), {"strict": True})
+    assert report.rewritten == (not stop), str(report)
+    fused_(x).square().sum().backward()
+    wide = copy.deepcopy(model).double()
+    wide(x.double()).square().sum().backward()
+    got = {n: p.grad for n, p in fused_.named_parameters()}
+    for name, p in wide.named_parameters():
+        assert (got[name] is None) == (p.grad is None), name
+        if p.grad is not None:
+            error = (got[name].double() - p.grad).norm()  # type: ignore[union-attr]
+            assert error <= 1e-4 * p.grad.norm() + 1e-4 * wide.v.weight.grad.norm(), name  # type: ignore[union-attr]
