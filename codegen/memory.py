@@ -52,6 +52,7 @@ class Contents:
         stores: bytes an element of what is written at every (i, j).
         indirect: whether something is read at an index that is read at every (i, j).
         barriers: whether tiles come by descriptors.
+        uneven: whether rows of queries, keys or values are no multiple of 16 elements apart.
     """
 
     qk: int
@@ -66,6 +67,7 @@ class Contents:
     stores: int = 0
     indirect: bool = False
     barriers: bool = False
+    uneven: bool = False
 
 
 def forward(tile: Tile, held: Contents, unit: Unit) -> int:
@@ -96,6 +98,8 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
     vectors = tile.block_m * (held.rows + _ROW_NUMBERS) if kind == "keys" else tile.block_n * held.columns
     scores = tile.block_m * tile.block_n
     total += max(tile.stages - 1, 0) * (vectors + (held.reads - (held.narrow if kind == "keys" else 0)) * scores)
+    if kind == "forward" and held.indirect and tile.stages > 1 and (wide and held.uneven or unit == "mma" and held.split):
+        total += (tile.stages - (unit != "tcgen05")) * held.qk * scores      # what is read at an index that was read is staged too
     weights = _weights(kind, tile, held, unit, wide)
     if held.split:
         passing = _split(kind, tile, wide, loose, weights)
@@ -104,10 +108,15 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
         if wide and unit == "tcgen05" and tile.stages > 1 and loose:
             passing = sum(loose.values()) * (4 if kind == "keys" else 3) // 2
     across = _across(kind, tile, held, wide, unit)
-    passing = passing + across if staged else max(passing, across + (loose.get("k", 0) if held.stores else 0))
+    passing = passing + across if staged or kind == "keys" and wide and unit == "tcgen05" else max(passing, across + (loose.get("k", 0) if held.stores and not held.split else 0))
     if held.barriers or wide and unit == "tcgen05":
         total += _BARRIERS
     return max(total + passing, epilogue if kind != "forward" or not wide else 0)
+
+
+def weights(tile: Tile, held: Contents) -> int:
+    """Bytes that the kernel of weights takes at least: each tile crosses to the layout in which it is stored, beside the keys that follow."""
+    return tile.stages * tile.block_n * tile.block_d * held.qk + tile.block_m * (tile.block_n + 8) * max(held.qk, held.pv)
 
 
 def _parts(kind: Sweep, tile: Tile, held: Contents) -> tuple[int, dict[str, int], int]:

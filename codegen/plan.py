@@ -16,7 +16,7 @@ from ..tilemap import TILE
 from .estimate import Work
 from .memory import Contents, Sweep
 from .tables import Shape
-from .tiles import Device, traffic, work
+from .tiles import Device, Tile, traffic, work
 
 HALF = ("float16", "bfloat16")
 
@@ -79,6 +79,11 @@ class KernelPlan:
     def __str__(self) -> str:
         return (f"BLOCK_M={self.block_m} BLOCK_N={self.block_n} BLOCK_D={self.block_d} BLOCK_E={self.block_e} "
                 f"num_warps={self.warps} num_stages={self.stages}")
+
+    @property
+    def tile(self) -> Tile:
+        """Its shape."""
+        return Tile(self.block_m, self.block_n, self.block_d, self.block_e, self.warps, self.stages)
 
     @property
     def options(self) -> dict[str, int]:
@@ -192,7 +197,7 @@ def work_of(spec: AttentionSpec, request: Request, kind: Sweep, block_d: int, bl
     sizes = {"q": qk, "k": qk, "v": pv, "do": out}
     copied = frozenset(r for r, n in sizes.items() if n >= 4 or r not in request.uneven)
     held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, facts.narrow, facts.rows, facts.columns, stores,
-                    facts.indirect)
+                    facts.indirect, uneven=bool(request.uneven))
     times = {"ieee": 0, "tf32": 2, "bf16x6": 6}[request.precision] if exact else 1
     mapped = spec.tiles is not None
     return Work(kind, block_d, block_e, held, times, facts.operations, facts.draws, facts.bounded or mapped, TILE if mapped else Work.largest)

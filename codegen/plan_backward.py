@@ -65,8 +65,8 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     if table is tables.QUERIES_HOPPER and not analyse(spec).bounds and spec.tiles is None and (limit == 64 or gathers(spec) or not tile_loads(spec)):
         shapes.insert(0, tables.QUERIES_FULL[limit])
     shapes = list(within_map(spec, shapes))
-    if gathers(spec):
-        shapes = shapes[1:]             # addresses that are read fill registers
+    if gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
+        shapes = shapes[1:]             # addresses that are read, and masks of the depth, fill registers
     listed = [plan for shape in dict.fromkeys(shapes) if space.fits((plan := _plan(spec, request, device, work, shape, job, ())).shared, device)]
     if not listed:
         listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), job, ()))
@@ -80,6 +80,11 @@ def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) ->
     kind: Sweep = "queries" if job.kind in ("rows", "weights") else job.kind
     stores = 4 * sum({"i", "j"} <= c.axes for c in job.captured) if kind == "queries" else 0
     return work_of(spec, request, kind, max(padded(request.depth), width), max(padded(request.value_depth), width), _dtypes(spec), stores)
+
+
+def _is_padded(request: Request, work: Work) -> bool:
+    """Whether head dimensions fill a part of their tiles, so that loads are masked."""
+    return request.depth < work.block_d or request.value_depth < work.block_e
 
 
 def _streams(request: Request) -> tuple[KernelPlan, ...]:
@@ -103,7 +108,7 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, work: Work, sha
         reasons = (*reasons, f"tiles of {', '.join(described)} are fetched by descriptors")
     shared, registers = space.memory_of(work, tile, bool(described), device), space.pressure(work, tile, bool(described), device)
     most = 0
-    if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and max(work.block_d, work.block_e) <= 64:
+    if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and max(work.block_d, work.block_e) <= 64 and not _is_padded(request, work):
         most = _THREE_BLOCKS
         reasons = (*reasons, f"at most {most} registers a thread, so that a processor holds three blocks: drawing for dropout would leave two")
     return KernelPlan(block_m, block_n, work.block_d, work.block_e, request.depth, request.value_depth, warps, stages,

@@ -47,7 +47,8 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
     limit, shapes = tables.rows(table, width)
     if table is tables.HOPPER and limit in tables.LARGER_HOPPER and not tile_loads(spec) and not spec.dropouts and spec.tiles is None:
         larger, keys, bounded = tables.LARGER_HOPPER[limit]
-        if request.keys >= keys and (bounded or not analyse(spec).bounds):
+        plain = bounded or not (analyse(spec).bounds or work.held.rows or work.held.columns)
+        if request.keys >= keys and plain:
             shapes = (larger, *shapes)
     shapes = within_map(spec, shapes)
     if gathers(spec) and "float32" in products(spec):
@@ -75,7 +76,7 @@ def work_for(spec: AttentionSpec, request: Request, device: Device) -> Work:
 
 def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
     if any(t not in HALF for t in products(spec)):
-        return {"tf32": tables.TF32, "bf16x6": tables.SPLIT}.get(request.precision, tables.FLOAT32)
+        return {"tf32": tables.TF32, "bf16x6": tables.SPLIT_NARROW if device.unit == "mma" else tables.SPLIT}.get(request.precision, tables.FLOAT32)
     return tables.HOPPER if device.asynchronous else tables.AMPERE
 
 

@@ -26,7 +26,7 @@ from .header import request_of, visited
 from .jobs import Job
 from .plan import KernelPlan, Request
 from .reads import dense, dense_uneven
-from .tiles import Device, Tile, work
+from .tiles import Device, work
 
 STATISTICS = 8
 """Bytes of the two statistics of a row."""
@@ -203,7 +203,7 @@ def _expected(work_: Work, plan: KernelPlan, request: Request, device: Device, m
     """Seconds by the model of a processor; None where the clock is not known."""
     if not device.peak or not device.bandwidth:
         return None
-    tile = Tile(plan.block_m, plan.block_n, plan.block_d, plan.block_e, plan.warps, plan.stages)
+    tile = plan.tile
     taken = cycles(work_.fetched(bool(plan.described)), tile, device, plan.shared, request.queries, request.keys, request.batch)
     return max(taken / (device.peak / (device.processors * device.width)), moved / device.bandwidth)
 

@@ -133,7 +133,7 @@ def ranked(work: Work, request: Request, device: Device, listed: Sequence[Kernel
     settled = device.unit == "wgmma" or work.times != 1 or work.kind == "tiles" or work.held.indirect
 
     def choice(plan: KernelPlan, rank: int | None) -> Choice:
-        tile = Tile(plan.block_m, plan.block_n, plan.block_d, plan.block_e, plan.warps, plan.stages)
+        tile = plan.tile
         own = work.fetched(bool(plan.described))
         taken, step = cycles(own, tile, device, plan.shared, *sizes), steps(own, tile, device, plan.shared)
         return Choice(plan, taken, step, rank, measured and rank == 0, settled)

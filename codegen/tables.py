@@ -21,7 +21,7 @@ HOPPER: Table = (
     (256, ((128, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
 LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048, True), 128: ((128, 64, 4, 2), 0, False)}
-"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles)."""
+"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles and rows or columns be read)."""
 AMPERE: Table = (
     (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
@@ -38,6 +38,8 @@ SPLIT: Table = (
     (128, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
+SPLIT_NARROW: Table = (*SPLIT[:2], (256, ((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 4, 1))))
+"""Where products read registers: 64x32 at 256 spills 12 KB a thread."""
 TF32: Table = (
     (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),

@@ -44,12 +44,22 @@ def _origin(code: list[Instruction], at: int, register: str, depth: int = 0) -> 
         if register not in written:
             continue
         sources = [m for m in map(_REGISTER.fullmatch, ins.operands[1:]) if m]
+        word = written.index(register)
+        if ins.op.startswith(("UIADD3", "IADD3")) and len(sources) == 2 and depth <= 16:
+            return _of_sum(*(_origin(code, n, f"{m[1]}{int(m[2]) + word}", depth + 1) for m in sources)) or ins.op
         carried = ins.op.split(".")[0] in ("R2UR", "UMOV", "MOV", "IADD3", "UIADD3", "VIADD", "IADD") or ins.op.startswith(("IMAD.MOV", "IMAD.U32"))
         if not carried or len(sources) != 1 or depth > 16:
             return ins.op
-        word = written.index(register)
         return _origin(code, n, f"{sources[0][1]}{int(sources[0][2]) + word}", depth + 1)
     return "nothing"
+
+
+def _of_sum(one: str, other: str) -> str | None:
+    """The origin of an address to which a constant in a register was added; None for any other sum."""
+    for address, constant in ((one, other), (other, one)):
+        if address.startswith(_ORIGINS) and constant == "UMOV":     # of a number: there was no register to follow
+            return address
+    return None
 
 
 def misread_descriptors(text: str) -> list[str]:

