@@ -16,7 +16,7 @@ import torch
 from ..reference import check_call
 from ..spec import AttentionSpec
 from ..tiling import allocate_weights
-from . import launch, memory, plan_forward
+from . import launch, memory
 from .arguments import Unsupported
 from .backward import emit
 from .fallback import Steps
@@ -24,6 +24,7 @@ from .header import request_of
 from .jobs import WEIGHTS
 from .launch_backward import function, numbers
 from .plan import KernelPlan
+from .plan_forward import candidates, work_for
 from .reads import described, uneven
 from .tiles import Device, present
 
@@ -66,8 +67,8 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     wide = launch.is_wide(spec, operands, named, (out,))
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand]}
     request = request_of(spec, named, wide, launch.precision(device), described(spec, named, own), uneven(spec, own))
-    held = plan_forward.work_for(spec, request, device).held
-    found = plan_forward.candidates(spec, request, device)
+    held = work_for(spec, request, device).held
+    found = candidates(spec, request, device)
     if held.split and device.unit == "mma":     # kept keys of more than 16 KB in three parts spill 8 KB a thread
         found = tuple(p for p in found if p.block_n * p.block_d <= 4096) or found[-1:]
     return tuple(replace(p, shared=max(p.shared, memory.weights(p.tile, held))) for p in found)
