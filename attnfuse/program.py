@@ -320,8 +320,6 @@ def evaluate(expr: Expr, env: Env, memo: dict[Expr, torch.Tensor] | None = None)
 
 def integer(expr: Expr, sizes: Mapping[str, int]) -> int | None:
     """The value of an integer program over constants and sizes; None where it needs more than these."""
-    if expr.op == "const":
-        return int(expr.value)
     done: dict[Expr, int] = {}
     for node in walk(expr):
         if node.op == "const":

@@ -101,15 +101,15 @@ def offer_everything() -> None:
         module.choices = partial(module.choices, inspected=False)
 
 
-def picked(plans: Sequence[KernelPlan], most: int) -> list[KernelPlan]:
-    """The first choice, then those of which the launch is predicted fastest."""
-    return list(plans[:most])
-
-
 def kernel_of(key: autotune.Key) -> str:
     """``forward``, or the kind of a backward kernel."""
     name = dict(key.facts)["kernel"]
     return name if name == "forward" else "keys" if "kind='keys'" in name else "queries"
+
+
+def label(case: str, key: autotune.Key, plan: KernelPlan) -> str:
+    """A plan of a case's kernel, as processes tell one another of it."""
+    return f"{case}|{kernel_of(key)}|{autotune.shape_of(plan)}"
 
 
 # ---- trying each in a process that may end
@@ -120,26 +120,24 @@ def attempt_all(names: Sequence[str], most: int, part: int, of: int, known: set[
     now = ""
 
     def choose(key: autotune.Key, plans: Sequence[KernelPlan], attempt: autotune.Attempt, tolerance: float, time: object = None) -> None:
-        wanted = picked(plans, most)
-        mine = [p for n, p in enumerate(wanted) if n % of == part]
-        names_ = {f"{now}|{kernel_of(key)}|{autotune.shape_of(p)}": p for p in mine}
         first = None
-        for name, plan in names_.items():
+        for plan in plans[part:most:of]:
+            name = label(now, key, plan)
             if name in known:
                 continue
             if first is None:
-                first = [t.clone() for t in attempt(wanted[0])[1]]
+                first = [t.clone() for t in attempt(plans[0])[1]]
             print(f"begun|{name}", flush=True)
             try:
                 same = all(autotune.close(a, b, tolerance) for a, b in zip(attempt(plan)[1], first, strict=True))
                 torch.cuda.synchronize()
                 print(f"{'ran' if same else 'differs'}|{name}", flush=True)
-            except Exception as problem:
+            except Exception as problem:                # of any kind: what a plan fails with is what is asked
                 if "illegal memory access" in str(problem):
                     os._exit(1)
                 print(f"failed: {type(problem).__name__}|{name}", flush=True)
 
-    autotune.choose = choose  # type: ignore[assignment]
+    autotune.choose = choose  # type: ignore[assignment]  # the launchers look it up there
     for now in names:
         run(CASES[now])
 
@@ -177,15 +175,13 @@ def timed(names: Sequence[str], most: int, ran: dict[str, str]) -> list[dict[str
     now = ""
 
     def choose(key: autotune.Key, plans: Sequence[KernelPlan], attempt: autotune.Attempt, tolerance: float, time: object = None) -> None:
-        kernel = kernel_of(key)
-        wanted = picked(plans, most)
-        outcome = {autotune.shape_of(p): ran.get(f"{now}|{kernel}|{autotune.shape_of(p)}", "not tried") for p in wanted}
-        times = autotune.timings([p for p in wanted if outcome[autotune.shape_of(p)] == "ran"], attempt, tolerance, autotune.timer)
-        rows.append(row_of(CASES[now], now, kernel, len(plans), autotune.shape_of(plans[0]), times,
-                           {s: what for s, what in outcome.items() if what != "ran"}))
+        outcome = {p: ran.get(label(now, key, p), "not tried") for p in plans[:most]}
+        times = autotune.timings([p for p, what in outcome.items() if what == "ran"], attempt, tolerance, autotune.timer)
+        rows.append(row_of(CASES[now], now, kernel_of(key), len(plans), autotune.shape_of(plans[0]), times,
+                           {autotune.shape_of(p): what for p, what in outcome.items() if what != "ran"}))
         print(line(rows[-1]), flush=True)
 
-    autotune.choose = choose  # type: ignore[assignment]
+    autotune.choose = choose  # type: ignore[assignment]  # the launchers look it up there
     for now in names:
         run(CASES[now])
     return rows

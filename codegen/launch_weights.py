@@ -69,7 +69,7 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     request = request_of(spec, named, wide, launch.precision(device), described(spec, named, own), uneven(spec, own))
     held = work_for(spec, request, device).held
     found = candidates(spec, request, device)
-    if held.split and device.unit == "mma":     # kept keys of more than 16 KB in three parts spill 8 KB a thread
+    if held.split and device.unit == "mma":     # tiles of keys of more than 16 KB, in three parts, spill 8 KB a thread
         found = tuple(p for p in found if p.block_n * p.block_d <= 4096) or found[-1:]
     return tuple(replace(p, shared=max(p.shared, memory.weights(p.tile, held))) for p in found)
 

@@ -108,7 +108,10 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
         if wide and unit == "tcgen05" and tile.stages > 1 and loose:
             passing = sum(loose.values()) * (4 if kind == "keys" else 3) // 2
     across = _across(kind, tile, held, wide, unit)
-    passing = passing + across if staged or kind == "keys" and wide and unit == "tcgen05" else max(passing, across + (loose.get("k", 0) if held.stores and not held.split else 0))
+    if staged or kind == "keys" and wide and unit == "tcgen05":
+        passing += across
+    else:
+        passing = max(passing, across + (loose.get("k", 0) if held.stores and not held.split else 0))
     if held.barriers or wide and unit == "tcgen05":
         total += _BARRIERS
     return max(total + passing, epilogue if kind != "forward" or not wide else 0)

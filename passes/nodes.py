@@ -132,8 +132,8 @@ def mutated(node: Node) -> list[Node]:
 
 def _on_the_side(node: Node) -> list[Node]:
     """Running statistics that a normalisation updates, a table that a lookup scales down."""
-    flag, changed = _SIDE_EFFECTS[node.target]  # type: ignore[index]
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    flag, changed = _SIDE_EFFECTS[node.target]  # type: ignore[index]  # asked only of those
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]  # a function
     given.apply_defaults()
     return [] if given.arguments[flag] in (None, False) else _nodes([given.arguments[c] for c in changed])
 

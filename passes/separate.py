@@ -23,10 +23,11 @@ def separate(gm: GraphModule, seen: Counter[str]) -> int:
     needed = 0
     for call in gm.graph.nodes:
         if call.op == "call_function" and call.target is torch.ops.attnfuse.attention.default and _leaves(call):
-            operands, sizes, seed, spec = call.args
-            call.args = (operands, sizes, seed, f"{spec}{' ' * seen[spec]}")  # type: ignore[index]
-            needed += seen[spec] > 0  # type: ignore[index]
-            seen[spec] += 1  # type: ignore[index]
+            *others, text = call.args
+            spec = str(text)
+            call.args = (*others, spec + " " * seen[spec])
+            needed += seen[spec] > 0
+            seen[spec] += 1
     return needed
 
 

@@ -71,7 +71,7 @@ def _earlier(graph: Graph, operands: list[Node], sizes: list[Any], text: str, pl
             found = None
         if node.op == "call_function" and node.target is torch.ops.attnfuse.tile_map.default:
             _, own, own_sizes, own_text = node.args
-            same = own_text == text and list(own) == operands  # type: ignore[call-overload]
+            same = own_text == text and list(own) == operands  # type: ignore[call-overload]  # a list of nodes
             if same and [symbol(s) for s in own_sizes] == [symbol(s) for s in sizes]:
                 found = node
     return found

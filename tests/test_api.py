@@ -275,7 +275,7 @@ def test_no_attention_is_no_candidates(x: Tensor) -> None:
 
 def test_what_is_no_model_and_no_graph_is_said_to_be_none() -> None:
     with pytest.raises(ValueError, match="an nn.Module or a function, not int"):
-        attnfuse.explain(3)  # type: ignore[arg-type]
+        attnfuse.explain(3)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match=r"a GraphModule, such as .*\.module\(\)`, not Attention"):
         attnfuse.rewrite(Attention(), ())  # type: ignore[arg-type]
 
