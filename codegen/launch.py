@@ -26,7 +26,7 @@ from .fallback import Steps
 from .forward import emit
 from .plan import KernelPlan, Request
 from .plan_forward import LARGEST_HEAD, candidates, choices
-from .reads import described, descriptor, descriptor_like, uneven
+from .reads import described, descriptor, descriptor_like, pairs, uneven
 from .space import class_of
 from .tiles import Device, present
 
@@ -133,6 +133,7 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
 def request_for(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int], device: Device) -> Request:
     """What the planner may know of a call."""
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand], "v": operands[spec.value.operand]}
+    own |= {role: operands[number] for role, number in pairs(spec).items()}
     return header.request_of(spec, sizes, is_wide(spec, operands, sizes), precision(device), described(spec, sizes, own), uneven(spec, own))
 
 
@@ -343,7 +344,7 @@ def caller(function: Any, kernel: Kernel, plan: Options, grid: tuple[int, int, i
            integers: Sequence[int]) -> Callable[[Sequence[torch.Tensor | None]], None]:
     """Launches a Triton function on tensors, given in the order of the kernel's pointers; everything else is fixed."""
     constants = dict(kernel.constants) | dict(plan.options)
-    blocks = [(n, p.block) for n, p in enumerate(kernel.pointers) if p.block]
+    blocks = [(n, p.order, p.block) for n, p in enumerate(kernel.pointers) if p.block]
     templates: dict[int, object] = {}
     values = [v for _, v in kernel.constants]
     compiled: dict[int, Any] = {}       # by which pointers are multiples of 16; everything else of Triton's key is fixed here
@@ -353,9 +354,9 @@ def caller(function: Any, kernel: Kernel, plan: Options, grid: tuple[int, int, i
         for tensor in tensors:
             odd = odd << 1 | (tensor.data_ptr() & 15 != 0)  # type: ignore[union-attr]  # dropout comes with a seed
         arguments: list[Any] = list(tensors)
-        for place, block in blocks:
+        for place, order, block in blocks:
             if place not in templates:
-                templates[place] = descriptor_like(descriptor(arguments[place], block), None)       # which keeps no tensor alive
+                templates[place] = descriptor_like(descriptor(arguments[place], order, block), None)       # which keeps no tensor alive
             arguments[place] = descriptor_like(templates[place], arguments[place])
         known = compiled.get(odd)
         if known is None:               # Triton's own launcher finds the kernel; the interpreter returns none
