@@ -75,6 +75,7 @@ CASES: dict[str, Case] = {
     "full 128": Case(lambda: full, 4, 16, 4096, 128),
     "long 128": Case(lambda: causal, 1, 16, 16384, 128),
     "bias 128": Case(page("pair_bias"), 4, 16, 4096, 128, extra=((16, 4096, 4096),)),
+    "bias 64": Case(page("pair_bias"), 4, 16, 4096, 64, extra=((16, 4096, 4096),)),
     "softcap 128": Case(page("softcap"), 4, 16, 4096, 128),
     "causal 256": Case(lambda: causal, 4, 8, 4096, 256),
     "full 256": Case(lambda: full, 4, 8, 4096, 256),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from ..program import depends, loads
 from .backward import Recomputed
 from .emission import Kernel
 from .jobs import Captured
+from .reads import row_of
 from .scores import Body
 from .writer import Writer
 
@@ -29,7 +31,7 @@ class Tiles(Recomputed):
         kept = ", ".join(b for b in self.spec.batch if b not in self.job.walked)
         body = Writer()
         body.line(f'"""One tile of scores of one attention ({kept}), summed over {", ".join(self.job.walked)}."""')
-        body.extend(which.lines)
+        body.extend([*which.lines, *self.still])
         with ExitStack() as stack:
             for name in self.job.walked:
                 axis, length = self.programs.axis(name), self.programs.size(name)
@@ -76,6 +78,7 @@ class Tiles(Recomputed):
     def _one(self, w: Writer) -> None:
         """The tile of one attention: as in the kernel of the queries, without the products that follow."""
         body, types, spec = Body(self.programs, masked=True), self.types, self.spec
+        self.still = self._still(body)
         weights = self._weights(body, inside=False)
         gradients = self._gradients(body, inside=False, mask="")
         query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))
@@ -90,6 +93,14 @@ class Tiles(Recomputed):
         w.line(f"v = {self._cast_between(loads['v'], value, types.arrived)}")
         w.line(f"dp = tl.dot(do, tl.trans(v){self._precise(types.arrived)})")
         w.extend(gradients)
+
+    def _still(self, body: Body) -> list[str]:
+        """Lines that fetch what all attentions of the walk read alike, once for all of them: by descriptors, at places that need no lines."""
+        boxes = {x for x in loads(self.chain.score) if int(x.attr) in self.programs.boxes and row_of(x.args) is not None}  # type: ignore[arg-type]
+        for node in sorted(boxes, key=str):
+            if not depends(node) & set(self.job.walked) and all(x.op in ("axis", "const") for x in node.args):
+                body.text(node)
+        return body.take()
 
     def _add_captured(self, one: Captured, tile: str) -> list[str]:
         return [f"{self.sums[one]} += {tile}"]

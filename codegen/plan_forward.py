@@ -11,6 +11,7 @@ from ..spec import AttentionSpec
 from . import space, tables
 from .estimate import Work
 from .plan import HALF, KernelPlan, Request, as_measured, gathers, products, reads_by_descriptor, tile_loads, within_map, work_of
+from .reads import described_pairs
 from .space import Choice
 from .tables import Shape, Table
 from .tiles import Device, Tile, padded
@@ -50,6 +51,8 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
         plain = bounded or not (analyse(spec).bounds or work.held.rows or work.held.columns)
         if request.keys >= keys and plain:
             shapes = (larger, *shapes)
+    if table is tables.HOPPER and limit in tables.PAIRED_HOPPER and described_pairs(spec, request.described) and not spec.dropouts:
+        shapes = (tables.PAIRED_HOPPER[limit], *shapes)
     shapes = within_map(spec, shapes)
     if gathers(spec) and "float32" in products(spec):
         shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers
