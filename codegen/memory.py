@@ -48,7 +48,7 @@ class Contents:
         copied: the roles (``q k v do``) that asynchronous copies can fetch.
         reads: bytes an element of all that is read at every (i, j), at places that are computed.
         narrow: of these, bytes of elements of less than four bytes: where keys are rows of a tile they lie crosswise and are not staged.
-        boxed: of the narrow ones, those that descriptors can fetch, which stages them.
+        boxed: of the narrow ones, those that descriptors can fetch, which stages them. boxed_wide: of the others.
         rows, columns: bytes a query, and a key, of what the programs read for each; only what moves is buffered.
         stores: bytes an element of what is written at every (i, j).
         indirect: whether something is read at an index that is read at every (i, j).
@@ -70,6 +70,7 @@ class Contents:
     barriers: bool = False
     uneven: bool = False
     boxed: int = 0
+    boxed_wide: int = 0
 
 
 def forward(tile: Tile, held: Contents, unit: Unit) -> int:
@@ -205,5 +206,6 @@ def _tiles(tile: Tile, held: Contents, unit: Unit) -> int:
         return (tile.stages if wide else tile.stages - 1) * (q + k + v + do) + (tile.stages - 1) * own + _across("tiles", tile, held, wide, unit) + _BARRIERS
     if unit == "mfma" or held.split and not wide:
         return max(q, k, v, do, _across("tiles", tile, held, wide, unit))
-    both = max(q + k, v + do, q + do if wide else 0) * (_PARTS if held.split else 4) // 4
-    return max(both, _across("tiles", tile, held, wide, unit)) + (_BARRIERS if wide else 0)
+    both = max(q + k, v + do, q + do if wide and not held.barriers else 0) * (_PARTS if held.split else 4) // 4
+    kept = m * n * held.boxed_wide if held.barriers else 0      # fetched once for all attentions, and not yet narrow enough for registers
+    return max(both + kept, _across("tiles", tile, held, wide, unit)) + (_BARRIERS if wide else 0)

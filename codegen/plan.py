@@ -159,6 +159,7 @@ class _Facts:
 
     reads: int
     narrow: tuple[tuple[int, int], ...]
+    wide: tuple[tuple[int, int], ...]
     rows: int
     columns: int
     indirect: bool
@@ -174,11 +175,12 @@ def _facts(spec: AttentionSpec) -> _Facts:
     found = {x for e in (spec.score, spec.weight) for x in loads(e)}
     inner = {y for x in found for a in x.args for y in loads(a) if tiled(y)}
     direct = [x for x in found if tiled(x) and x not in inner and not any(tiled(y) for a in x.args for y in loads(a))]
-    narrow = tuple((int(x.attr), size(x)) for x in direct if size(x) < 4)  # type: ignore[arg-type]
+    sized = [(int(x.attr), size(x)) for x in direct]  # type: ignore[arg-type]
+    narrow, wide = (tuple(x for x in sized if (x[1] < 4) == small) for small in (True, False))
     rows = sum(size(x) for x in found if "i" in depends(x) and "j" not in depends(x))
     columns = sum(size(x) for x in found if "j" in depends(x) and "i" not in depends(x))
     operations = sum(1 for e in (analyse(spec).inside, spec.weight) for x in walk(e) if x.args and x.op != "load" and depends(x) & _TILED)
-    return _Facts(sum(map(size, direct)), narrow, rows, columns, gathers(spec), operations, len(spec.dropouts), bool(analyse(spec).bounds))
+    return _Facts(sum(map(size, direct)), narrow, wide, rows, columns, gathers(spec), operations, len(spec.dropouts), bool(analyse(spec).bounds))
 
 
 def as_measured(spec: AttentionSpec, request: Request) -> bool:
@@ -198,8 +200,10 @@ def work_of(spec: AttentionSpec, request: Request, kind: Sweep, block_d: int, bl
     sizes = {"q": qk, "k": qk, "v": pv, "do": out}
     copied = frozenset(r for r, n in sizes.items() if n >= 4 or r not in request.uneven)
     boxes = described_pairs(spec, request.described)
-    held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, sum(n for _, n in facts.narrow), facts.rows,
-                    facts.columns, stores, facts.indirect, uneven=bool(request.uneven), boxed=sum(n for number, n in facts.narrow if number in boxes))
+    narrow, boxed, boxed_wide = (sum(n for number, n in reads if number in among) for reads, among in
+                                 ((facts.narrow, range(len(spec.operands))), (facts.narrow, boxes), (facts.wide, boxes)))
+    held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, narrow, facts.rows, facts.columns, stores,
+                    facts.indirect, uneven=bool(request.uneven), boxed=boxed, boxed_wide=boxed_wide)
     times = {"ieee": 0, "tf32": 2, "bf16x6": 6}[request.precision] if exact else 1
     mapped = spec.tiles is not None
     return Work(kind, block_d, block_e, held, times, facts.operations, facts.draws, facts.bounded or mapped, TILE if mapped else Work.largest)
