@@ -73,7 +73,7 @@ def analyse(spec: AttentionSpec) -> Ranges:
     for atom in _comparisons(score):
         for truth in (True, False):
             predicate = atom if truth else simplify(apply("not", atom))
-            exact = _bounds(predicate)
+            exact = bounds_of(predicate)
             found = exact or _same_block(predicate)
             if not found:
                 continue
@@ -113,7 +113,7 @@ def assume(atom: Expr, truth: bool) -> dict[Expr, bool]:
     return {simplify(apply("not", atom)): not truth, atom: truth}
 
 
-def _bounds(predicate: Expr) -> list[Bound]:
+def bounds_of(predicate: Expr) -> list[Bound]:
     """Bounds on j that together are equivalent to the predicate; none where there are none of our form."""
     if predicate.op not in ("le", "eq"):
         return []

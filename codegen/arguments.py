@@ -21,11 +21,12 @@ class Unsupported(Exception):
 @dataclass(frozen=True)
 class Pointer:
     """A tensor: operand number `operand`, or the name of one that is none (``"out"``, ``"seed"``, ``"grad_out"``). With a
-    `block` it is handed over as a descriptor of boxes of that shape (see `reads`), else as an address."""
+    `block` it is handed over as a descriptor of boxes of that shape, its dimensions in that `order` (see `reads`), else as an address."""
 
     name: str
     operand: int | str
     block: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,14 @@ class Arguments:
         self.pointers: dict[str, Pointer] = {}
         self.integers: dict[str, Integer] = {}
 
-    def pointer(self, name: str, operand: int | str, block: tuple[int, ...] = ()) -> str:
-        """A tensor's argument."""
-        self.pointers.setdefault(name, Pointer(name, operand, block))
+    def pointer(self, name: str, operand: int | str) -> str:
+        """The argument that is a tensor's address."""
+        self.pointers.setdefault(name, Pointer(name, operand))
+        return name
+
+    def descriptor(self, name: str, operand: int | str, block: tuple[int, ...], order: tuple[int, ...] = ()) -> str:
+        """The argument that describes boxes of a tensor; by default its dimensions stay in their order."""
+        self.pointers.setdefault(name, Pointer(name, operand, block, order or tuple(range(len(block)))))
         return name
 
     def integer(self, argument: Integer) -> str:

@@ -103,7 +103,7 @@ class Recomputed(Forward):
         """Loads of row vectors."""
         if "rows" in self.plan.described:
             for name in names:
-                self.arguments.pointer(f"{name}_desc", name, (1, self.plan.block_m))
+                self.arguments.descriptor(f"{name}_desc", name, (1, self.plan.block_m))
             return [f"{name} = {name}_desc.load([batch, start_m]).reshape([BLOCK_M])" for name in names]
         for name in names:
             self.arguments.pointer(f"{name}_ptr", name)

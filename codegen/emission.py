@@ -13,7 +13,7 @@ from ..tilemap import ranges_of
 from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsupported, on_host
 from .helpers import HELPERS
 from .plan import KernelPlan
-from .reads import ROLES, Reader, block_of, index_of, place_of
+from .reads import ROLES, Reader, block_of, boxed, described_pairs, index_of, place_of
 from .scores import Body, Programs
 from .text import level, prepare
 from .writer import Writer
@@ -101,7 +101,8 @@ class Emission:
         self.arguments = Arguments()
         self.names = Names(self.reserved)
         constants = {"d": plan.depth, "e": plan.value_depth}
-        self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants, self.fixed)
+        boxes = frozenset(described_pairs(spec, plan.described))
+        self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants, self.fixed, boxes, (plan.block_m, plan.block_n))
         self.ranges: Ranges = ranges_of(spec)
 
     def name(self) -> str:
@@ -216,7 +217,8 @@ class Emission:
             return self.arguments.pointer(f"{name}_ptr", operand)
         rows = self.plan.block_m if ROLES[role][0] == "i" else self.plan.block_n
         depth = self.plan.block_d if ROLES[role][1] == "d" else self.plan.block_e
-        return self.arguments.pointer(f"{name}_desc", operand, block_of(index_of(self.spec, role), ROLES[role], rows, depth))
+        index = index_of(self.spec, role)
+        return self.arguments.descriptor(f"{name}_desc", operand, block_of(index, ROLES[role], rows, depth), boxed(index, ROLES[role])[0])
 
     def _reader(self, role: str, access: Access, labels: tuple[str, str], base: str = "",
                 programs: Programs | None = None) -> tuple[Reader, list[str]]:

@@ -92,7 +92,8 @@ class Work:
 
     def fetched(self, described: bool) -> Work:
         """The same where tiles come by descriptors, if they do: then every tile is copied asynchronously."""
-        return replace(self, held=replace(self.held, barriers=True, copied=Contents.copied)) if described else self
+        held = self.held
+        return replace(self, held=replace(held, barriers=True, copied=Contents.copied, narrow=held.narrow - held.boxed)) if described else self
 
 
 @dataclass(frozen=True)

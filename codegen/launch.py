@@ -28,7 +28,7 @@ from .forward import emit
 from .launcher import Launch, launcher
 from .plan import KernelPlan, Request
 from .plan_forward import LARGEST_HEAD, candidates, choices
-from .reads import described, uneven
+from .reads import described, pairs, uneven
 from .space import class_of
 from .tiles import Device, present
 
@@ -135,6 +135,7 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
 def request_for(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int], device: Device) -> Request:
     """What the planner may know of a call."""
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand], "v": operands[spec.value.operand]}
+    own |= {role: operands[number] for role, number in pairs(spec).items()}
     return header.request_of(spec, sizes, is_wide(spec, operands, sizes), precision(device), described(spec, sizes, own), uneven(spec, own))
 
 
@@ -361,4 +362,5 @@ class Options(Protocol):
 
 def caller(function: Any, kernel: Kernel, plan: Options, grid: tuple[int, int, int], integers: Sequence[int]) -> Launch:
     """Launches a generated kernel on tensors in the order of its pointers; everything else is fixed."""
-    return launcher(function, grid, [p.block for p in kernel.pointers], integers, dict(kernel.constants), plan.options)
+    boxes = [(p.order, p.block) if p.block else None for p in kernel.pointers]
+    return launcher(function, grid, boxes, integers, dict(kernel.constants), plan.options)

@@ -30,7 +30,7 @@ from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan, Request
 from .plan_backward import candidates, choices
-from .reads import described, uneven
+from .reads import described, pairs, uneven
 from .sums import Read
 from .tiles import Device, present
 
@@ -133,6 +133,7 @@ def request_for(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: 
     """What the planner may know of a call."""
     wide = launch.is_wide(spec, operands, dict(sizes), tensors)
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand], "v": operands[spec.value.operand], "do": tensors[0]}
+    own |= {role: operands[number] for role, number in pairs(spec).items()}
     return header.request_of(spec, dict(sizes), wide, launch.precision(device), described(spec, sizes, own), uneven(spec, own))
 
 

@@ -1,6 +1,6 @@
 """One launch of a Triton function whose arguments are fixed but for the addresses of its tensors.
 
-    launch = launcher(function, (n_tiles, 1, 1), [(), (64, 128)], [n_queries, n_keys], {"BLOCK_M": 64}, {"num_warps": 4})
+    launch = launcher(function, (n_tiles, 1, 1), [None, ((0, 1), (64, 128))], [n_queries, n_keys], {"BLOCK_M": 64}, {"num_warps": 4})
     launch([out, k])                                # k as a descriptor of boxes of 64 x 128
 
 Triton looks a kernel up by the type, the divisibility and the value of every argument, at each call. Here all of that is fixed but for
@@ -18,19 +18,21 @@ import torch
 from .reads import descriptor, descriptor_like
 
 Launch = Callable[[Sequence["torch.Tensor | None"]], None]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a descriptor: the order in which it takes the tensor's dimensions, and the shape of its boxes."""
 
 
-def launcher(function: Any, grid: tuple[int, int, int], blocks: Sequence[tuple[int, ...]], integers: Sequence[int],
+def launcher(function: Any, grid: tuple[int, int, int], boxes: Sequence[Box | None], integers: Sequence[int],
              constants: Mapping[str, int], options: Mapping[str, int]) -> Launch:
     """Launches a Triton function whose parameters are tensors, integers and constants, in this order.
 
     Args:
         function: the `triton.jit` function.
         grid: its programs.
-        blocks: for each tensor the box of its descriptor; empty for an address.
+        boxes: for each tensor how it is described; None for an address.
         integers, constants: the values of the other parameters. options: Triton's own.
     """
-    boxes = [(n, block) for n, block in enumerate(blocks) if block]
+    described = [(n, *box) for n, box in enumerate(boxes) if box is not None]
     templates: dict[int, object] = {}
     rest = (*integers, *constants.values())
     known: dict[object, Callable[..., object]] = {}     # by which tensors do not begin at a multiple of 16 bytes; 0 where all do
@@ -38,8 +40,8 @@ def launcher(function: Any, grid: tuple[int, int, int], blocks: Sequence[tuple[i
     def first(tensors: Sequence[torch.Tensor | None], odd: object) -> None:
         """Triton finds the kernel, or makes it; the interpreter has none to keep."""
         arguments: list[Any] = list(tensors)
-        for place, block in boxes:
-            made = arguments[place] = descriptor(arguments[place], block)
+        for place, order, block in described:
+            made = arguments[place] = descriptor(arguments[place], order, block)
             templates[place] = descriptor_like(made, None)      # which keeps no tensor alive
         compiled = function[grid](*arguments, *integers, **constants, **options)
         if compiled is not None:

@@ -48,6 +48,7 @@ class Contents:
         copied: the roles (``q k v do``) that asynchronous copies can fetch.
         reads: bytes an element of all that is read at every (i, j), at places that are computed.
         narrow: of these, bytes of elements of less than four bytes: where keys are rows of a tile they lie crosswise and are not staged.
+        boxed: of the narrow ones, those that descriptors can fetch, which stages them.
         rows, columns: bytes a query, and a key, of what the programs read for each; only what moves is buffered.
         stores: bytes an element of what is written at every (i, j).
         indirect: whether something is read at an index that is read at every (i, j).
@@ -68,6 +69,7 @@ class Contents:
     indirect: bool = False
     barriers: bool = False
     uneven: bool = False
+    boxed: int = 0
 
 
 def forward(tile: Tile, held: Contents, unit: Unit) -> int:

@@ -15,6 +15,7 @@ from ..spec import AttentionSpec, dtype_of
 from ..tilemap import TILE
 from .estimate import Work
 from .memory import Contents, Sweep
+from .reads import described_pairs
 from .tables import Shape
 from .tiles import Device, Tile, traffic, work
 
@@ -55,8 +56,8 @@ class KernelPlan:
             split into three bfloat16 parts (24 bits: measured nearer to the oracle than "ieee"), or ``"tf32"`` where the user allows it.
         reasons: one sentence for each choice.
         shared, registers: predicted bytes of shared memory a block and registers a thread.
-        described: the roles (``q k v do``, and ``rows`` for what belongs to rows) that are read by descriptors; the others by
-            pointers. See `reads`.
+        described: the roles (``q k v do``, ``pair3`` for a float of operand 3 for every score, ``rows`` for what belongs to rows) that
+            are read by descriptors; the others by pointers. See `reads`.
         most_registers: what the assembler may give a thread, so that more blocks share a processor; 0 for as many as there are.
     """
 
@@ -157,7 +158,7 @@ class _Facts:
     """What the resource model needs of the programs: see `memory.Contents` and `estimate.Work`."""
 
     reads: int
-    narrow: int
+    narrow: tuple[tuple[int, int], ...]
     rows: int
     columns: int
     indirect: bool
@@ -173,7 +174,7 @@ def _facts(spec: AttentionSpec) -> _Facts:
     found = {x for e in (spec.score, spec.weight) for x in loads(e)}
     inner = {y for x in found for a in x.args for y in loads(a) if tiled(y)}
     direct = [x for x in found if tiled(x) and x not in inner and not any(tiled(y) for a in x.args for y in loads(a))]
-    narrow = sum(size(x) for x in direct if size(x) < 4)
+    narrow = tuple((int(x.attr), size(x)) for x in direct if size(x) < 4)  # type: ignore[arg-type]
     rows = sum(size(x) for x in found if "i" in depends(x) and "j" not in depends(x))
     columns = sum(size(x) for x in found if "j" in depends(x) and "i" not in depends(x))
     operations = sum(1 for e in (analyse(spec).inside, spec.weight) for x in walk(e) if x.args and x.op != "load" and depends(x) & _TILED)
@@ -196,8 +197,9 @@ def work_of(spec: AttentionSpec, request: Request, kind: Sweep, block_d: int, bl
     out = dtype_of(spec.out_dtype).itemsize
     sizes = {"q": qk, "k": qk, "v": pv, "do": out}
     copied = frozenset(r for r, n in sizes.items() if n >= 4 or r not in request.uneven)
-    held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, facts.narrow, facts.rows, facts.columns, stores,
-                    facts.indirect, uneven=bool(request.uneven))
+    boxes = described_pairs(spec, request.described)
+    held = Contents(qk, pv, out, exact and request.precision == "bf16x6", copied, facts.reads, sum(n for _, n in facts.narrow), facts.rows,
+                    facts.columns, stores, facts.indirect, uneven=bool(request.uneven), boxed=sum(n for number, n in facts.narrow if number in boxes))
     times = {"ieee": 0, "tf32": 2, "bf16x6": 6}[request.precision] if exact else 1
     mapped = spec.tiles is not None
     return Work(kind, block_d, block_e, held, times, facts.operations, facts.draws, facts.bounded or mapped, TILE if mapped else Work.largest)

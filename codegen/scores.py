@@ -16,11 +16,12 @@ from typing import Literal
 
 from .. import philox
 from ..algebra import Algebra
-from ..program import Expr, const, walk
+from ..program import Expr, axis, const, walk
 from ..spec import AttentionSpec
 from ..tilemap import Mask
 from .arguments import Arguments, Length, Names, Size, Stride, on_host
 from .helpers import HELPERS
+from .reads import block_of, boxed, row_of
 from .text import ATOM, Level, Text, level, literal, prepare
 
 _INFIX = {"add": ("+", 5), "sub": ("-", 5), "mul": ("*", 6), "div": ("/", 6), "and": ("&", 4), "xor": ("^", 3), "or": ("|", 2),
@@ -39,14 +40,16 @@ class Programs:
         helpers: the small functions that the code calls.
         fixed: which vectors stay the same through the loop: ``"row"`` where it runs over keys, ``"column"`` over queries.
         shape, along: a tile's shape, and how a vector is laid along it. A tile has the fixed vectors along its first dimension.
+        boxes: the operands that are read at (i, j) by descriptors. box: queries and keys of such a tile.
     """
 
     def __init__(self, spec: AttentionSpec | Mask, names: Names, arguments: Arguments, wide: bool, constants: dict[str, int],
-                 fixed: Literal["row", "column"] = "row") -> None:
+                 fixed: Literal["row", "column"] = "row", boxes: frozenset[int] = frozenset(), box: tuple[int, int] = (0, 0)) -> None:
         self.spec, self.names, self.arguments, self.constants = spec, names, arguments, constants
         self.int_type = "tl.int64" if wide else "tl.int32"
         self.wide = wide
         self.fixed = fixed
+        self.boxes, self.box = boxes, box
         self.shape = "[BLOCK_M, BLOCK_N]" if fixed == "row" else "[BLOCK_N, BLOCK_M]"
         self.along = {x: "[:, None]" if x == fixed else "[None, :]" for x in ("row", "column")}
         self.scalars: list[str] = []
@@ -277,14 +280,29 @@ class Body:
         where = level(node)
         operand = int(node.attr)  # type: ignore[arg-type]
         fact = programs.spec.operands[operand]
-        address = self._address(node, where)
-        mask = self._mask(where)
-        other = f", other={'0.0' if 'float' in fact.dtype else '0'}" if mask else ""
-        text = Text(f"tl.load({address}{f', mask={mask}' if mask else ''}{other})")
+        if operand in programs.boxes and row_of(node.args) is not None:
+            text = self._box(node)
+        else:
+            address = self._address(node, where)
+            mask = self._mask(where)
+            other = f", other={'0.0' if 'float' in fact.dtype else '0'}" if mask else ""
+            text = Text(f"tl.load({address}{f', mask={mask}' if mask else ''}{other})")
         text = self._widen(text, fact.dtype, node.kind)
         name = programs.names.of(node, fact.name)
         self._lines(where).append(f"{name} = {text.text}")
         return Text(name)
+
+    def _box(self, node: Expr) -> Text:
+        """A tile of an operand that is read at (i, j), by its descriptor: zeros beyond the edges, as a masked load has them."""
+        programs, operand = self.programs, int(node.attr)  # type: ignore[arg-type]
+        own = ("i", "j")
+        order, _ = boxed(node.args, own)
+        name = programs.names.of(("descriptor", operand), f"{programs.spec.operands[operand].name}_desc")
+        argument = programs.arguments.descriptor(name, operand, block_of(node.args, own, *programs.box), order)
+        starts = {axis("i"): "start_m", axis("j"): "start_n"}
+        place = [starts.get(node.args[n]) or self._index(operand, n, node.args[n], "scalar") for n in order]
+        text = f"{argument}.load([{', '.join(place)}])" + (".reshape([BLOCK_M, BLOCK_N])" if len(place) > 2 else "")
+        return Text(text if programs.fixed == "row" else f"tl.trans({text})")
 
     def _widen(self, text: Text, dtype: str, kind: str) -> Text:
         if kind == "float":

@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..algebra import simplify
+from ..program import Expr, apply
+from ..ranges import bounds_of
 from ..spec import dtype_of
 from ..tilemap import COUNTS, TILE, Mask, shapes
 from . import cache, header
@@ -72,42 +75,78 @@ def list_tiles(bits_ptr, lists_ptr, n_entries, n_lists, entry_stride, list_strid
 @functools.lru_cache(maxsize=512)
 def emit(mask: Mask, wide: bool) -> Kernel:
     """The kernel that looks at the tiles of a mask; `wide` for 64-bit offsets."""
-    arguments, names = Arguments(), Names((*RESERVED, "bits_ptr", "bits", "alive", "full", "dead", "within", "n_rows", "n_columns", "rest"))
+    arguments, names = Arguments(), Names((*RESERVED, "bits_ptr", "bits", "within", "n_alive", "n_full", "n_within", "n_rows", "n_columns", "rest"))
     programs = Programs(mask, names, arguments, wide, {})
     for axis in ("i", "j"):
         programs.size(axis)
-    body = Body(programs, masked=True)
-    lines = Writer()
-    cast = ".to(tl.int64)" if wide else ""
-    lines.line("# which queries and keys")
-    lines.line("n_rows = tl.cdiv(n_queries, BLOCK_M)")
-    lines.line("n_columns = tl.cdiv(n_keys, BLOCK_N)")
-    lines.line("pid = tl.program_id(0)")
-    lines.line(f"offs_n = (pid % n_columns * BLOCK_N + tl.arange(0, BLOCK_N)){cast}")
-    lines.line("rest = pid // n_columns")
-    lines.line(f"offs_m = (rest % n_rows * BLOCK_M + tl.arange(0, BLOCK_M)){cast}")
-    rest = "rest // n_rows"
-    for place, name in reversed(list(enumerate(mask.batch))):
-        outer = names.of(("outer", name), f"outer_{name}")
-        lines.line(f"{outer} = {rest}")
-        lines.line(f"{programs.axis(name)} = {outer}{f' % {programs.size(name)}' if place else ''}")
-        rest = f"{outer} // {programs.size(name)}"
-    lines.line("m_mask = offs_m < n_queries")
-    lines.line("n_mask = offs_n < n_keys")
-    spread = lambda text: f"tl.full([BLOCK_M, BLOCK_N], False, tl.int1) | ({text})"
-    dead, full = (_along(body, programs, prepare(x, {})) for x in (mask.dead, mask.full))
-    lines.extend([*programs.scalars, *programs.hoisted, *body.moving, *body.tiles])
-    lines.line("within = m_mask[:, None] & n_mask[None, :]")
-    lines.line(f"dead = {spread(dead)}")
-    lines.line(f"full = {spread(full)}")
-    lines.line("alive = tl.max((within & (dead ^ True)).to(tl.int32))")
-    lines.line("full = tl.min((full | (within ^ True)).to(tl.int32))")
+    which, body = Writer(), Body(programs, masked=True)
+    _which_tile(which, mask, programs)
+    one = simplify(apply("not", mask.dead)) == simplify(mask.full)      # what is not dead is full, as in most masks
+    alive, full = (_along(body, programs, prepare(x, {})) for x in (mask.full if one else apply("not", mask.dead), mask.full))
+    beyond = _beyond(mask, programs)
+    tile = Writer()
+    for axis, label in (("queries", "m"), ("keys", "n")):
+        tile.line(f"offs_{label} = start_{label} + tl.arange(0, BLOCK_{label.upper()})")
+        if wide:
+            tile.line(f"offs_{label} = offs_{label}.to(tl.int64)")
+        tile.line(f"{label}_mask = offs_{label} < n_{axis}")
+    tile.extend([*programs.hoisted, *body.moving, *body.tiles])
+    tile.line("within = m_mask[:, None] & n_mask[None, :]")
+    tile.line(f"n_alive = tl.sum((within & ({alive})).to(tl.int32))")
+    tile.line("n_full = n_alive" if one else f"n_full = tl.sum((within & ({full})).to(tl.int32))")
+    tile.line("n_within = tl.minimum(n_queries - start_m, BLOCK_M) * tl.minimum(n_keys - start_n, BLOCK_N)")
+    tile.line(f"bits = tl.where(n_alive > 0, {ALIVE}, 0) + tl.where(n_full == n_within, {FULL}, 0)")
     arguments.pointer("bits_ptr", "bits")
-    lines.line(f"tl.store(bits_ptr + pid, (alive * {ALIVE} + full * {FULL}).to(tl.int8))")
+
     whole, batch = Writer(), ", ".join(mask.batch)
     whole.line(f'"""What one tile of the mask holds{f", of one {batch}" if batch else ""}."""')
-    whole.extend(lines.lines)
+    whole.extend([*which.lines, *programs.scalars])
+    if beyond:
+        whole.line(f"if {' | '.join(beyond)}:")
+        whole.line("    tl.store(bits_ptr + pid, tl.zeros([], tl.int8))        # all of it lies beyond a bound")
+        whole.line("else:")
+    whole.extend(f"{'    ' if beyond else ''}{x}" for x in (*tile.lines, "tl.store(bits_ptr + pid, bits.to(tl.int8))"))
     return wrapped("tiles_of_mask", programs, whole, {"BLOCK_M": TILE, "BLOCK_N": TILE})
+
+
+def _which_tile(w: Writer, mask: Mask, programs: Programs) -> None:
+    """Lines that find the program's tile and its batch position."""
+    w.line("# which queries and keys")
+    w.line("n_rows = tl.cdiv(n_queries, BLOCK_M)")
+    w.line("n_columns = tl.cdiv(n_keys, BLOCK_N)")
+    w.line("pid = tl.program_id(0)")
+    w.line("start_n = pid % n_columns * BLOCK_N")
+    w.line("rest = pid // n_columns")
+    w.line("start_m = rest % n_rows * BLOCK_M")
+    rest = "rest // n_rows"
+    for place, name in reversed(list(enumerate(mask.batch))):
+        outer = programs.names.of(("outer", name), f"outer_{name}")
+        w.line(f"{outer} = {rest}")
+        w.line(f"{programs.axis(name)} = {outer}{f' % {programs.size(name)}' if place else ''}")
+        rest = f"{outer} // {programs.size(name)}"
+
+
+def _beyond(mask: Mask, programs: Programs) -> list[str]:
+    """Conditions under which a whole tile is dead by a bound alone, as half of them are under ``j <= i``: then nothing is read."""
+    found = []
+    for part in _alternatives(mask.dead):
+        for bound in bounds_of(simplify(apply("not", part))):
+            offset = programs.scalar(bound.offset).within(5)
+            if bound.side == "upper":
+                reach = "tl.minimum(start_m + BLOCK_M, n_queries) - 1 + " if bound.slope else ""
+                found.append(f"(start_n > {reach}{offset})")
+            else:
+                found.append(f"(start_n + BLOCK_N <= {'start_m + ' if bound.slope else ''}{offset})")
+    return found
+
+
+def _alternatives(condition: Expr) -> Iterator[Expr]:
+    """Conditions of which one is enough."""
+    if condition.op == "or":
+        for part in condition.args:
+            yield from _alternatives(part)
+    else:
+        yield condition
 
 
 def _along(body: Body, programs: Programs, predicate: Any) -> str:
@@ -169,11 +208,11 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     layouts = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
     integers = [number(a, named, *layouts, {}) for a in kernel.integers]
     pointers = [p.operand for p in kernel.pointers]
-    blocks: list[tuple[int, ...]] = [()] * len(pointers)
-    look = launcher(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), blocks, integers, dict(kernel.constants), OPTIONS)
+    plain = [None] * len(pointers)
+    look = launcher(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), plain, integers, dict(kernel.constants), OPTIONS)
     chunk = {"CHUNK": CHUNK}
-    list_rows = launcher(module.list_tiles, (batch * n_rows, 1, 1), [(), ()], [n_columns, n_rows, 1, n_columns, named["j"]], chunk, {})
-    list_columns = launcher(module.list_tiles, (batch * n_columns, 1, 1), [(), ()], [n_rows, n_columns, n_columns, 1, named["i"]], chunk, {})
+    list_rows = launcher(module.list_tiles, (batch * n_rows, 1, 1), [None, None], [n_columns, n_rows, 1, n_columns, named["j"]], chunk, {})
+    list_columns = launcher(module.list_tiles, (batch * n_columns, 1, 1), [None, None], [n_rows, n_columns, n_columns, 1, named["i"]], chunk, {})
     empty = batch * n_rows * n_columns == 0
 
     def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

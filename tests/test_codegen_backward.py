@@ -15,7 +15,7 @@ import torch
 
 from attnfuse import walker
 from attnfuse.codegen import backward as emitter
-from attnfuse.codegen import diagonals, launch, launch_backward, plan
+from attnfuse.codegen import diagonals, launch, launch_backward, plan, reads
 from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
@@ -211,7 +211,60 @@ def test_tiles_read_by_descriptors(name: str, seed: int, monkeypatch: pytest.Mon
     described.clear()
     operands, sizes = BY_NAME[name].inputs(Shape((2, 2), 40, 40, 20, 24), torch.float16, seed)
     check(BY_NAME[name].spec("float16"), operands, sizes, seed)
-    assert described[0] == ("v",)
+    assert described[0][:1] == ("v",)
+
+
+BOXES = ("bias", "bias_per_head", "bias_transposed_keys", "bias_twice")
+"""What is read at (i, j): of the queries' dtype for every sequence, of float32 for all of them, beside keys that lie as (…, d, j), at two places."""
+
+
+def boxes(name: str, seed: int) -> tuple[AttentionSpec, list[torch.Tensor], tuple[int, ...]]:
+    """A call whose bias lies so that a descriptor can read it."""
+    case = BY_NAME["bias" if name == "bias" else "bias_per_head"]
+    operands, sizes = case.inputs(Shape((2, 2), 75, 88, 40, 24), torch.float16, seed)
+    spec = case.spec("float16")
+    if name == "bias_transposed_keys":
+        b0, b1, d, j = map(axis, ("b0", "b1", "d", "j"))
+        spec, operands[1] = replace(spec, key=Access(1, (b0, b1, d, j))), operands[1].mT
+    if name == "bias_twice":
+        other = load(3, (const(0), axis("i"), axis("j")), "float")
+        spec = replace(spec, score=add(spec.score, mul(const(0.5), other)))
+    return spec, operands, sizes
+
+
+@interpreted
+@pytest.mark.parametrize("name", BOXES)
+def test_floats_for_every_score_are_read_by_descriptors(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (launch, launch_backward):
+        monkeypatch.setattr(module, "present", lambda _: known("cuda", 90))
+        monkeypatch.setattr(module, "_runs", {})
+    monkeypatch.setattr(plan, "LEAST_WORK", 0)
+    seen: list[str] = []
+    caller = launch.caller
+    monkeypatch.setattr(launch, "caller", lambda f, kernel, *rest: seen.extend(p.name for p in kernel.pointers if p.block) or caller(f, kernel, *rest))
+    spec, operands, sizes = boxes(name, seed)
+    check(spec, operands, sizes, seed)
+    assert seen.count("bias_desc") >= 3 and seen.count("k_desc") >= 3       # forward, keys, queries
+
+
+def test_what_a_descriptor_cannot_read() -> None:
+    """A float for every score, and the layouts that a box does not have; keys in either order."""
+    spec, operands, sizes = boxes("bias_per_head", 0)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    assert reads.pairs(spec) == {"pair3": 3}
+    bias = torch.empty(2, 75, 88)
+    asked = lambda t: reads.described(spec, named, {"pair3": t})
+    assert asked(bias) == ("pair3",) and asked(bias.half()) == ("pair3",) and asked(torch.empty(2, 80, 96)[:, :75, :88]) == ("pair3",)
+    for wrong in (torch.empty(2, 75, 90)[..., :88], torch.empty(2, 88, 75).mT, torch.empty(2, 75, 1).expand(-1, -1, 88), bias.double(), bias[:, :1].expand(-1, 75, -1),
+                  torch.empty(2 * 75 * 88 + 1)[1:].view(2, 75, 88), torch.empty(2, 75, 96), torch.empty(2, 80, 88)):
+        assert asked(wrong) == (), (wrong.shape, wrong.stride())
+    i, j, b1 = axis("i"), axis("j"), axis("b1")
+    other = lambda index: replace(spec, score=add(spec.score, load(3, index, "float")))
+    assert reads.pairs(other((b1, j, i))) == {}, "two orders in one tensor"
+    for index in ((b1, i, apply("sub", j, i)), (i, i, j), (b1, i, i), (apply("min", b1, i), i, j)):
+        assert reads.pairs(replace(spec, score=load(3, index, "float"))) == {}, index
+    spec, operands, sizes = boxes("bias_transposed_keys", 0)
+    assert reads.described(spec, named, {"k": operands[1]}) == ("k",) and reads.described(spec, named, {"k": operands[1].contiguous()}) == ()
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (1, 5), (5, 1), (4, 7), (7, 4)])

@@ -165,7 +165,7 @@ def shifted(count: int) -> torch.Tensor:
 def test_a_kernel_is_kept_for_each_alignment() -> None:
     """Triton compiles for tensors that begin at a multiple of 16 bytes: such a kernel must not meet others."""
     function = Function()
-    call = launcher(function, (3, 1, 1), [(), ()], [7, 1], {"BLOCK": 64}, {"num_warps": 4})
+    call = launcher(function, (3, 1, 1), [None, None], [7, 1], {"BLOCK": 64}, {"num_warps": 4})
     even, odd = torch.empty(8), shifted(8)
     assert even.data_ptr() % 16 == 0 != odd.data_ptr() % 16
     for tensors in ((even, even), (even, even), (even, odd), (odd, even), (even, odd), (odd, even)):
@@ -177,7 +177,7 @@ def test_a_kernel_is_kept_for_each_alignment() -> None:
 
 def test_every_call_describes_its_own_tensors() -> None:
     function = Function()
-    call = launcher(function, (3, 1, 1), [(), (16, 8)], [], {}, {})
+    call = launcher(function, (3, 1, 1), [None, ((0, 1), (16, 8))], [], {}, {})
     first, second, out = torch.zeros(32, 8, dtype=torch.float16), torch.zeros(32, 8, dtype=torch.float16), torch.zeros(8)
     call((out, first))
     call((out, second))
