@@ -23,6 +23,8 @@ from .program import Env, Expr, depends, evaluate, integer
 
 Box = dict[str, tuple[int, int]]
 Index = tuple[Expr, ...]
+Strides = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Of a view: its shape, strides and offset."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,6 +127,12 @@ class Elements:
             return tensor.view([1] * len(order))
         out = tensor[self._places(index, box, order)]
         return out.view([1] * (len(order) - out.dim()) + list(out.shape))
+
+    def strides(self, shape: Sequence[int], index: Index, box: Box, order: Sequence[str]) -> Strides | None:
+        """Where `add` puts a rectangle in a contiguous tensor of this shape; None where it has to scatter the elements."""
+        plan = self.map(index)
+        view = plan.view(torch.empty(shape, device="meta"), box, order) if plan else None
+        return (tuple(view.shape), view.stride(), int(view.storage_offset())) if view is not None and disjoint(view) else None
 
     def add(self, into: torch.Tensor, index: Index, box: Box, order: Sequence[str], values: torch.Tensor) -> None:
         """Add a rectangle to a contiguous tensor of the operand's shape; what falls on one element adds up.

@@ -26,7 +26,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import cpu, tilemap, walker, weighing
 from .reference import reference, weights
-from .settings import current
+from .settings import in_force
 from .spec import AttentionSpec
 from .tilemap import Mask
 from .tiling import allocate_out, allocate_weights
@@ -71,6 +71,7 @@ def _refuse_forward_mode() -> None:
 
 _forced: Executor = "auto"
 _said: set[str] = set()
+_AS_IT_IS = nullcontext()
 
 
 @contextmanager
@@ -125,23 +126,28 @@ def _forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Seque
         fast = None
         if device == "cpu":
             fast = cpu.forward(spec, operands, sizes)
-        elif device == "cuda" and current().executor != "torch":
+        elif device == "cuda" and in_force("executor") != "torch":
             fast = _generated("forward", spec, operands, sizes, seed)
         if fast is not None:
             return fast
     return walker.forward(spec, operands, sizes, seed)
 
 
-def _without_autocast(device: torch.device) -> Any:
-    """The spec fixes every dtype, so a surrounding autocast must not reach the products."""
-    return torch.autocast(device.type, enabled=False)
+def _undisturbed(device: torch.device) -> AbstractContextManager[object]:
+    """Nothing is recorded for autograd, and a surrounding autocast does not reach the products, whose dtypes the spec fixes."""
+    if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device.type):
+        return _AS_IT_IS                            # as in every compiled graph: entering both contexts costs as much as an allocation
+    contexts = ExitStack()
+    contexts.enter_context(torch.no_grad())
+    contexts.enter_context(torch.autocast(device.type, enabled=False))
+    return contexts
 
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 def _attention(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> Result:
     _refuse_forward_mode()
     parsed = AttentionSpec.from_json(spec)
-    with torch.no_grad(), _without_autocast(operands[parsed.query.operand].device):
+    with _undisturbed(operands[parsed.query.operand].device):
         return _forward(parsed, operands, sizes, seed)
 
 
@@ -149,11 +155,11 @@ def _attention(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: tor
 def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
                         sizes: Sequence[int], seed: torch.Tensor | None, spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
     parsed = AttentionSpec.from_json(spec)
-    with torch.no_grad(), _without_autocast(grad_out.device):
+    with _undisturbed(grad_out.device):
         grads = None
         if _forced == "auto" and grad_out.device.type == "cpu":
             grads = cpu.backward(parsed, grad_out, operands, out, stats, sizes, needs)
-        elif _forced == "triton" or (_forced == "auto" and grad_out.device.type == "cuda" and current().executor != "torch"):
+        elif _forced == "triton" or (_forced == "auto" and grad_out.device.type == "cuda" and in_force("executor") != "torch"):
             grads = _generated("backward", parsed, grad_out, operands, out, stats, sizes, seed, needs)
         if grads is None:
             grads = walker.backward(parsed, grad_out, operands, out, stats, sizes, seed, needs)
@@ -168,7 +174,7 @@ def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch
     if _forced == "triton":
         return importlib.import_module("attnfuse.codegen.launch").weights(spec, operands, stats, sizes, seed)
     fast = None
-    if _forced == "auto" and like.device.type == "cuda" and current().executor != "torch":
+    if _forced == "auto" and like.device.type == "cuda" and in_force("executor") != "torch":
         fast = _generated("weights", spec, operands, stats, sizes, seed)
     return weighing.forward(spec, operands, stats, sizes, seed) if fast is None else fast
 
@@ -176,7 +182,7 @@ def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch
 @torch.library.impl(_library, "weights", "CompositeExplicitAutograd")
 def _weights_op(operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int], seed: torch.Tensor | None, spec: str) -> torch.Tensor:
     _refuse_forward_mode()
-    with torch.no_grad(), _without_autocast(stats.device):
+    with _undisturbed(stats.device):
         return _weights(AttentionSpec.from_json(spec), operands, stats, sizes, seed)
 
 
@@ -184,7 +190,7 @@ def _weights_op(operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Se
 def _weights_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int], seed: torch.Tensor | None,
                       spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
     """By the tiled loop on every device: a tensor of the gradient's size is alive anyway."""
-    with torch.no_grad(), _without_autocast(stats.device):
+    with _undisturbed(stats.device):
         grads = weighing.backward(AttentionSpec.from_json(spec), grad, operands, stats, sizes, seed, needs)
     return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
 
@@ -193,8 +199,8 @@ def _weights_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], stat
 def _tile_map(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], mask: str) -> Result:
     """The tiles of a mask (`tilemap.build`), made on the device of `like`."""
     parsed = Mask.from_json(mask)
-    with torch.no_grad(), _without_autocast(like.device):
-        generated = like.device.type == "cuda" and _forced in ("auto", "triton") and current().executor != "torch"
+    with _undisturbed(like.device):
+        generated = like.device.type == "cuda" and _forced in ("auto", "triton") and in_force("executor") != "torch"
         found = _generated("tile_map", parsed, operands, sizes, like.device) if generated else None
         return tilemap.build(parsed, operands, sizes, like.device) if found is None else found
 

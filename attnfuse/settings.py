@@ -12,6 +12,7 @@ Invariant: a `Settings` that exists is valid; an unknown name or a bad value is 
 """
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -68,6 +69,8 @@ class Settings:
 
 
 NAMES: tuple[str, ...] = tuple(f.name for f in fields(Settings))
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Settings)}
+_VARIABLES: dict[str, str] = {name: PREFIX + name.upper() for name in NAMES}
 
 _ambient: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("attnfuse_settings", default=())
 
@@ -88,23 +91,34 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
     >>> from_environment({"ATTNFUSE_STRICT": "1", "HOME": "/"})
     {'strict': True}
     """
-    found: dict[str, Any] = {}
-    for name in NAMES:
-        text = (os.environ if environ is None else environ).get(PREFIX + name.upper())
-        if text is None:
-            continue
-        value: Any = WORDS.get(text.strip().lower(), text) if name != "dump" else text or None
-        try:
-            _check(name, value)
-        except ValueError as e:
-            raise ValueError(f"{PREFIX + name.upper()}={text!r} in the environment: {e}") from None
-        found[name] = value
-    return found
+    texts = {name: (os.environ if environ is None else environ).get(PREFIX + name.upper()) for name in NAMES}
+    return {name: _meant(name, text) for name, text in texts.items() if text is not None}
+
+
+@functools.lru_cache(maxsize=256)
+def _meant(name: str, text: str) -> Any:
+    """What a text in the environment says of a setting; raises ValueError for a bad value."""
+    value: Any = WORDS.get(text.strip().lower(), text) if name != "dump" else text or None
+    try:
+        _check(name, value)
+    except ValueError as e:
+        raise ValueError(f"{PREFIX + name.upper()}={text!r} in the environment: {e}") from None
+    return value
 
 
 def current() -> Settings:
     """The settings in force: the innermost context manager, then the environment, then the defaults."""
-    return Settings().replace(**{**from_environment(), **dict(_ambient.get())})
+    return Settings(**{name: in_force(name) for name in NAMES})
+
+
+def in_force(name: str) -> Any:
+    """One of the settings in force, for what asks at every call; raises ValueError for a bad value in the environment."""
+    text = os.environ.get(_VARIABLES[name])
+    found = _DEFAULTS[name] if text is None else _meant(name, text)
+    for changed, value in _ambient.get():       # the innermost is the last
+        if changed == name:
+            found = value
+    return found
 
 
 def resolve(given: Settings | Mapping[str, Any] | None) -> Settings:

@@ -56,6 +56,12 @@ class Mask:
     full: Expr
     scalars: tuple[str, ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.batch, self.operands, self.dead, self.full, self.scalars)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]  # set in __post_init__: a mask is looked up at every call
+
     @property
     def size_names(self) -> tuple[str, ...]:
         """What the integers of a call are, in order."""
@@ -111,6 +117,7 @@ class Mapped:
     dense: bool
 
 
+@functools.lru_cache(maxsize=4096)
 def mapped(spec: AttentionSpec) -> Mapped | None:
     """The mask of a spec; None where nothing is masked that `ranges` does not bound already."""
     rest = analyse(spec).inside
@@ -135,6 +142,7 @@ def masked(spec: AttentionSpec) -> Mapped | None:
                   any(x.dead.op == "le" for x in found if x.what.kind == "float"))
 
 
+@functools.lru_cache(maxsize=4096)
 def ranges_of(spec: AttentionSpec) -> Ranges:
     """What kernels go by: the ranges of a spec, or for one that comes with a map the program of its full tiles. Then there are no bounds,
     for the map has them."""
@@ -146,6 +154,7 @@ def ranges_of(spec: AttentionSpec) -> Ranges:
     return Ranges((), found.inside, found.masked_below, found.speculative)
 
 
+@functools.lru_cache(maxsize=4096)
 def without(spec: AttentionSpec) -> AttentionSpec:
     """The attention as it was before it got a map, whose two tensors are its last operands: for executors that need none, and for what is
     kept of an attention by its meaning."""

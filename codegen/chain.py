@@ -81,12 +81,14 @@ def chain(spec: AttentionSpec, depth: int, value_depth: int) -> Chain:
     return Chain(score, inside, folded, inside_folded, unit * LOG2E, inside_unit * LOG2E, weight, arrived, slope, slope_inside, factor, below)
 
 
+@functools.lru_cache(maxsize=512)
 def inside_of(spec: AttentionSpec) -> Expr:
     """The score program where all bounds hold; the whole one if that would read by other expressions, which have other gradients."""
     inside = ranges_of(spec).inside
     return inside if set(loads(inside)) <= set(loads(spec.score)) else spec.score
 
 
+@functools.lru_cache(maxsize=512)
 def sweeps(spec: AttentionSpec, depth: int, value_depth: int) -> bool:
     """Whether rows without an allowed key have to be told from others: what the bounds leave out counts for them after all, for
     their weights are uniform or NaN; or they do not bear the program of full tiles."""
@@ -100,6 +102,7 @@ def row_buffers(chain: Chain) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*chain.rows(True), *chain.rows(False), "delta"]))
 
 
+@functools.lru_cache(maxsize=512)
 def flat(spec: AttentionSpec) -> bool:
     """Whether queries and keys have no gradient, since no score depends on their product."""
     return adjoint(spec.score, DOT) == ZERO
@@ -116,6 +119,7 @@ class Types:
     arrived: str
 
 
+@functools.lru_cache(maxsize=512)
 def types(spec: AttentionSpec) -> Types:
     """The dtypes of a spec's products."""
     query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))

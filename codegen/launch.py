@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,9 +25,10 @@ from .arguments import Unsupported, number
 from .emission import Kernel
 from .fallback import Steps
 from .forward import emit
+from .launcher import Launch, launcher
 from .plan import KernelPlan, Request
 from .plan_forward import LARGEST_HEAD, candidates, choices
-from .reads import described, descriptor, descriptor_like, pairs, uneven
+from .reads import described, pairs, uneven
 from .space import class_of
 from .tiles import Device, present
 
@@ -53,7 +55,7 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
         ValueError: the arguments do not fit the spec.
     """
     layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands])
-    key = (spec, tuple(sizes), layouts, aligned(operands), torch.backends.cuda.matmul.allow_tf32)
+    key = (spec, tuple(sizes), layouts, aligned(operands), where(seed), torch.backends.cuda.matmul.allow_tf32)
     run = _runs.get(key)
     if run is None:
         check_call(spec, operands, sizes, seed)
@@ -66,24 +68,24 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
 def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
              sizes: Sequence[int], seed: torch.Tensor | None, needs: Sequence[bool]) -> list[torch.Tensor | None]:
     """The gradients of the operands that `needs` names: `launch_backward.backward`."""
-    from . import launch_backward  # which is built on this module
-
-    return launch_backward.backward(spec, grad_out, operands, out, stats, sizes, seed, needs)
+    return _built_on_this("launch_backward").backward(spec, grad_out, operands, out, stats, sizes, seed, needs)
 
 
 def weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int],
             seed: torch.Tensor | None = None) -> torch.Tensor:
     """The attention weights themselves, from the row statistics of `forward`: `launch_weights.weights`."""
-    from . import launch_weights  # which is built on this module
-
-    return launch_weights.weights(spec, operands, stats, sizes, seed)
+    return _built_on_this("launch_weights").weights(spec, operands, stats, sizes, seed)
 
 
 def tile_map(mask: Mask, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The map of a mask's tiles: `tile_map.launch`."""
-    from . import tile_map  # which is built on this module
+    return _built_on_this("tile_map").launch(mask, operands, sizes, device)
 
-    return tile_map.launch(mask, operands, sizes, device)
+
+@functools.cache
+def _built_on_this(name: str) -> Any:
+    """A module beside this one that imports it."""
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def source(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], device: torch.device | Device) -> str:
@@ -140,6 +142,11 @@ def request_for(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: di
 def aligned(operands: Sequence[torch.Tensor]) -> tuple[bool, ...]:
     """Which tensors begin at a multiple of 16 bytes: part of a layout, since only those can be described."""
     return tuple([t.data_ptr() % 16 == 0 for t in operands])
+
+
+def where(seed: torch.Tensor | None) -> torch.device | None:
+    """The device of the seed, if there is one: part of a layout, since a kernel that is known takes any address."""
+    return None if seed is None else seed.device
 
 
 def precision(device: Device) -> str:
@@ -247,16 +254,29 @@ def class_of_call(request: Request, device: Device) -> tuple[object, ...]:
 def _nothing(spec: AttentionSpec, sizes: dict[str, int], device: torch.device) -> Run:
     """The result without elements, or the zeros that a sum over no keys is."""
 
+    layout = _layout(spec, sizes)
+
     def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        out, stats = _allocate(spec, sizes, device)
+        out, stats = _allocate(layout, device)
         return out.zero_(), stats.fill_(-math.inf)
 
     return run
 
 
-def _allocate(spec: AttentionSpec, sizes: dict[str, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty_strided([sizes[a] for a in spec.out_axes], out_strides(spec, sizes), dtype=dtype_of(spec.out_dtype), device=device)
-    return out, torch.empty((*(sizes[a] for a in spec.batch), sizes["i"], 2), dtype=torch.float32, device=device)
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Of a result: its shape, strides and dtype, and the shape and strides of its statistics."""
+
+
+def _layout(spec: AttentionSpec, sizes: dict[str, int]) -> Layout:
+    shape = tuple(sizes[a] for a in spec.out_axes)
+    rows = (*shape[:-1], 2)
+    return shape, out_strides(spec, sizes), dtype_of(spec.out_dtype), rows, torch.empty(rows, device="meta").stride()
+
+
+def _allocate(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, strides, dtype, rows, steps = layout
+    return (torch.empty_strided(shape, strides, dtype=dtype, device=device),
+            torch.empty_strided(rows, steps, dtype=torch.float32, device=device))
 
 
 class _Ladder:
@@ -312,14 +332,14 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
     named = dict(zip(spec.size_names, sizes, strict=True))
     device = operands[spec.query.operand].device
     shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
-    own = {"out": out_strides(spec, named)}
-    integers = [number(a, named, shapes, strides, own) for a in kernel.integers]
+    layout = _layout(spec, named)
+    integers = [number(a, named, shapes, strides, {"out": layout[1]}) for a in kernel.integers]
     pointers = [p.operand for p in kernel.pointers]
     grid = (math.ceil(named["i"] / plan.block_m) * math.prod(named[b] for b in spec.batch), 1, 1)
     call = caller(function, kernel, plan, grid, integers)
 
     def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        out, stats = _allocate(spec, named, device)
+        out, stats = _allocate(layout, device)
         extra = {"out": out, "stats": stats, "seed": seed}
         call([operands[p] if isinstance(p, int) else extra[p] for p in pointers])
         return out, stats
@@ -340,28 +360,7 @@ class Options(Protocol):
         ...
 
 
-def caller(function: Any, kernel: Kernel, plan: Options, grid: tuple[int, int, int],
-           integers: Sequence[int]) -> Callable[[Sequence[torch.Tensor | None]], None]:
-    """Launches a Triton function on tensors, given in the order of the kernel's pointers; everything else is fixed."""
-    constants = dict(kernel.constants) | dict(plan.options)
-    blocks = [(n, p.order, p.block) for n, p in enumerate(kernel.pointers) if p.block]
-    templates: dict[int, object] = {}
-    values = [v for _, v in kernel.constants]
-    compiled: dict[int, Any] = {}       # by which pointers are multiples of 16; everything else of Triton's key is fixed here
-
-    def call(tensors: Sequence[torch.Tensor | None]) -> None:
-        odd = 0
-        for tensor in tensors:
-            odd = odd << 1 | (tensor.data_ptr() & 15 != 0)  # type: ignore[union-attr]  # dropout comes with a seed
-        arguments: list[Any] = list(tensors)
-        for place, order, block in blocks:
-            if place not in templates:
-                templates[place] = descriptor_like(descriptor(arguments[place], order, block), None)       # which keeps no tensor alive
-            arguments[place] = descriptor_like(templates[place], arguments[place])
-        known = compiled.get(odd)
-        if known is None:               # Triton's own launcher finds the kernel; the interpreter returns none
-            compiled[odd] = function[grid](*arguments, *integers, **constants)
-        else:
-            known[grid](*arguments, *integers, *values)
-
-    return call
+def caller(function: Any, kernel: Kernel, plan: Options, grid: tuple[int, int, int], integers: Sequence[int]) -> Launch:
+    """Launches a generated kernel on tensors in the order of its pointers; everything else is fixed."""
+    boxes = [(p.order, p.block) if p.block else None for p in kernel.pointers]
+    return launcher(function, grid, boxes, integers, dict(kernel.constants), plan.options)

@@ -16,28 +16,29 @@ import torch
 
 from .. import tuning
 from ..adjoint import ZERO, adjoint
-from ..elements import Elements
 from ..program import axis, const, loads
 from ..reference import check_call
-from ..spec import Access, AttentionSpec
+from ..spec import Access, AttentionSpec, dtype_of
 from ..tilemap import mapped
 from ..walker import backward_extra_terms
 from . import autotune, cache, header, launch
 from .arguments import Unsupported, number
 from .backward import emit
 from .chain import chain, flat, row_buffers, sweeps
-from .diagonals import at_distance, by_distance, summed
 from .fallback import Steps
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
 from .plan import KernelPlan, Request
 from .plan_backward import candidates, choices
 from .reads import described, pairs, uneven
+from .sums import Read
 from .tiles import Device, present
 
 Gradients = list["torch.Tensor | None"]
 Bound = Callable[[Mapping[object, "torch.Tensor | None"]], None]
 Tuned = tuple[Sequence[KernelPlan], autotune.Key]
+Buffer = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Name, shape, strides and dtype."""
 Run = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, "torch.Tensor | None"], Gradients]
 
 _runs: dict[object, Run] = {}
@@ -56,7 +57,8 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
         ValueError: the arguments do not fit the spec.
     """
     layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (grad_out, out, stats, *operands)])
-    key = (spec, tuple(sizes), layouts, tuple(needs), launch.aligned((grad_out, *operands)), torch.backends.cuda.matmul.allow_tf32)
+    key = (spec, tuple(sizes), layouts, tuple(needs), launch.aligned((grad_out, *operands)), launch.where(seed),
+           torch.backends.cuda.matmul.allow_tf32)
     run = _runs.get(key)
     if run is None:
         check_call(spec, operands, sizes, seed)
@@ -178,20 +180,43 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     return _Backward(spec, sizes, needs, wanted, offered, launch.recorded(operands, sizes), device, tuned).run
 
 
+@dataclass
+class _Kernel:
+    """One kernel of a layout: the plans that are left, those to be timed, and, once one ran, what launches it."""
+
+    job: Job
+    steps: Steps
+    tuned: Tuned | None = None
+    bound: Bound | None = None
+
+
 class _Backward:
-    """One layout's backward pass: buffers, then the kernels, each on the first of its plans that the device holds."""
+    """One layout's backward pass: buffers, then the kernels, each on the first of its plans that the device holds. What the layout
+    decides is worked out once: which buffers there are and how they become gradients."""
 
     def __init__(self, spec: AttentionSpec, sizes: tuple[int, ...], needs: tuple[bool, ...], wanted: Task,
                  plans: Mapping[Job, tuple[KernelPlan, ...]], call: header.Call, device: torch.device,
                  tuned: Mapping[Job, Tuned] | None = None) -> None:
-        self.tuned = dict(tuned or {})
         self.spec, self.sizes, self.needs, self.task, self.call, self.device = spec, sizes, needs, wanted, call, device
         self.named = dict(zip(spec.size_names, sizes, strict=True))
-        self.steps = {job: Steps(list(some)) for job, some in plans.items()}
-        self.bound: dict[Job, Any] = {}
+        self.kernels = [_Kernel(job, Steps(list(plans[job])), (tuned or {}).get(job)) for job in wanted.jobs]
         self.several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.rows = math.prod(self.named[b] for b in spec.batch)
-        self.direct = frozenset(x.label for x in wanted.reads if self._is_gradient(x, call.operands[x.operand][0]))
+        self.shapes = [shape for shape, _ in call.operands]
+        self.dtypes = [dtype_of(o.dtype) for o in spec.operands]
+        self.direct = frozenset(x.label for x in wanted.reads if self._is_gradient(x))
+        self.scratch: list[Buffer] = []
+        self.zeros: list[Buffer] = []
+        for role in wanted.roles:
+            self._place_role(role)
+        for one in wanted.reads:
+            self._place_read(one)
+        if wanted.jobs:
+            self._place_rows()
+        self.reads = [Read.of(spec, x, self.shapes[x.operand], self.named, device) for x in wanted.reads if x.label not in self.direct]
+        self.summed = sorted({x.operand for x in self.reads} | wanted.terms)
+        self.parts = [self._parts(n) if need else () for n, need in enumerate(needs)]
+        self.whole = {r.access.operand: r.name for r in wanted.roles if self._alone(r.access.operand)}
 
     def run(self, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
             seed: torch.Tensor | None) -> Gradients:
@@ -204,107 +229,104 @@ class _Backward:
     def _run(self, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
              seed: torch.Tensor | None) -> Gradients:
         tensors: dict[object, torch.Tensor | None] = dict(enumerate(operands))
-        tensors |= {"grad_out": grad_out, "out": out, "stats": stats.contiguous(), "seed": seed, **self._buffers()}
-        for role in self.task.roles:
-            tensors[role.name] = self._allocate(role, operands[role.access.operand])
-        for one in self.task.reads:
-            tensors[one.label] = self._allocate_read(one, operands[one.operand])
-        for job in self.task.jobs:
-            self._launch(job, tensors, operands)
-        sums = self._sums(tensors, operands, stats, seed)
-        return [self._gradient(n, t, tensors, sums) if self.needs[n] else None for n, t in enumerate(operands)]
+        tensors |= {"grad_out": grad_out, "out": out, "stats": stats.contiguous(), "seed": seed}
+        for name, shape, strides, dtype in self.scratch:
+            tensors[name] = _scratch(shape, strides, dtype, self.device)
+        for name, shape, _, dtype in self.zeros:
+            tensors[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        for kernel in self.kernels:
+            if kernel.bound is not None:
+                kernel.bound(tensors)
+            else:
+                self._launch(kernel, tensors, operands)
+        sums = self._sums(tensors, operands, stats, seed) if self.summed else {}
+        return [tensors[self.whole[n]] if n in self.whole else self._gradient(n, tensors, sums) if need else None
+                for n, need in enumerate(self.needs)]
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, full: bool = True) -> None:
+        """A contiguous buffer: that kernels write all of, or that begins as zeros."""
+        strides = torch.empty(shape, device="meta").stride()
+        (self.scratch if full else self.zeros).append((name, shape, strides, dtype))
+
+    def _place_rows(self) -> None:
         """What the row kernel leaves for the others."""
-        if not self.task.jobs:
-            return {}
         shape = (self.rows, -(-self.named["i"] // 4) * 4)       # rows of 16 bytes, for descriptors
         depths = self.named["d"], self.named["e"]
-        found = {n: _scratch(shape, torch.float32, self.device) for n in row_buffers(chain(self.spec, *depths))}
+        for name in row_buffers(chain(self.spec, *depths)):
+            self._place(name, shape, torch.float32)
         if sweeps(self.spec, *depths):
-            found["unseen"] = torch.zeros((self.rows, 2), dtype=torch.int32, device=self.device)
-        return found
+            self._place("unseen", (self.rows, 2), torch.int32, full=False)
 
     def _alone(self, number: int) -> bool:
         """Whether the gradient of an operand is what one kernel writes, so that it needs no sum in float32."""
         roles = sum(r.access.operand == number for r in self.task.roles)
         return roles + sum(r.operand == number for r in self.task.reads) + (number in self.task.terms) == 1
 
-    def _allocate(self, role: Role, operand: torch.Tensor) -> torch.Tensor:
+    def _place_role(self, role: Role) -> None:
         """The gradient that a role's kernel writes; where an operand has several they are rounded after the sum."""
-        dtype = operand.dtype if self._alone(role.access.operand) else torch.float32
-        if self.task.covered[role.name]:
-            return _scratch(operand.shape, dtype, operand.device)
-        return torch.zeros(operand.shape, dtype=dtype, device=operand.device)
+        number = role.access.operand
+        dtype = self.dtypes[number] if self._alone(number) else torch.float32
+        self._place(role.name, self.shapes[number], dtype, self.task.covered[role.name])
 
-    def _is_gradient(self, one: Captured, shape: Sequence[int]) -> bool:
+    def _is_gradient(self, one: Captured) -> bool:
         """Whether the buffer of a read is the gradient of its tensor, element by element."""
-        axes = axes_of(self.spec, one)
+        axes, shape = axes_of(self.spec, one), self.shapes[one.operand]
         place = [x for n, x in enumerate(one.node.args) if x != const(0) or shape[n] != 1]
         return place == [axis(a) for a in axes] and math.prod(shape) == math.prod(self.named[a] for a in axes) and self._alone(one.operand)
 
-    def _allocate_read(self, one: Captured, operand: torch.Tensor) -> torch.Tensor:
+    def _place_read(self, one: Captured) -> None:
         """The buffer of a captured read; tiles that the kernel of the queries skips stay zero."""
-        dtype = operand.dtype if one.label in self.direct else torch.float32
-        shape = [self.named[a] for a in axes_of(self.spec, one)]
+        dtype = self.dtypes[one.operand] if one.label in self.direct else torch.float32
+        shape = tuple(self.named[a] for a in axes_of(self.spec, one))
         skips = {"i", "j"} <= one.axes and any(one in job.captured for job in self.task.jobs if job.kind == "queries")
-        return torch.zeros(shape, dtype=dtype, device=self.device) if skips else _scratch(shape, dtype, self.device)
+        self._place(one.label, shape, dtype, not skips)
+
+    def _parts(self, number: int) -> tuple[str, ...]:
+        """The names of the buffers that add up to an operand's gradient, beside what `_sums` gives."""
+        return (*(r.name for r in self.task.roles if r.access.operand == number),
+                *(x.label for x in self.task.reads if x.operand == number and x.label in self.direct))
 
     def _sums(self, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
               seed: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """By operand, what captured reads and extra terms add up to, in float32."""
-        reads = [x for x in self.task.reads if x.label not in self.direct]
-        wanted = {x.operand for x in reads} | self.task.terms
-        total = {n: torch.zeros(operands[n].shape, dtype=torch.float32, device=self.device) for n in sorted(wanted)}
-        elements = Elements(operands, self.named, self.device)
-        for one in reads:
-            axes, index, values = axes_of(self.spec, one), one.node.args, tensors[one.label]
-            box = {a: (0, self.named[a]) for a in axes}
-            if axes[-2:] == ("i", "j") and by_distance(index):
-                values, index, axes = summed(values), at_distance(index, self.named["i"]), (*axes[:-2], "j")  # type: ignore[arg-type]
-                box = {**{a: box[a] for a in axes[:-1]}, "j": (0, values.shape[-1])}
-            elements.add(total[one.operand], index, box, axes, values)  # type: ignore[arg-type]  # allocated for every read
+        total = {n: torch.zeros(self.shapes[n], dtype=torch.float32, device=self.device) for n in self.summed}
+        for one in self.reads:
+            one.add(total[one.operand], tensors[one.label], operands, self.named)  # type: ignore[arg-type]  # allocated for every read
         if self.task.terms:
             shape = [*(self.named[b] for b in self.spec.batch), self.named["i"]]
             delta = tensors["delta"][:, :self.named["i"]].reshape(shape)  # type: ignore[index]  # there is a row kernel
             backward_extra_terms(self.spec, operands, stats, delta, self.sizes, seed, {n: total[n] for n in self.task.terms})
         return total
 
-    def _gradient(self, number: int, operand: torch.Tensor, tensors: Mapping[object, torch.Tensor | None],
-                  sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        parts = [tensors[r.name] for r in self.task.roles if r.access.operand == number]
-        if number in sums:
-            parts.append(sums[number])
-        parts += [tensors[x.label].view(operand.shape) for x in self.task.reads  # type: ignore[union-attr]  # allocated above
-                  if x.operand == number and number not in sums]
+    def _gradient(self, number: int, tensors: Mapping[object, torch.Tensor | None], sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        parts = [tensors[name].view(self.shapes[number]) for name in self.parts[number]]  # type: ignore[union-attr]  # allocated above
+        parts += [sums[number]] if number in sums else []
         if not parts:
-            return torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device)
+            return torch.zeros(self.shapes[number], dtype=self.dtypes[number], device=self.device)
         total = parts[0]
         for part in parts[1:]:
-            total = total + part  # type: ignore[operator]  # roles have gradients
-        return total.to(operand.dtype)  # type: ignore[union-attr]
+            total = total + part
+        return total.to(self.dtypes[number])
 
-    def _launch(self, job: Job, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> None:
-        """Run one kernel; on the first call look for the fastest plan if asked to, and climb down until one is taken."""
-        if job in self.bound:
-            return self.bound[job](tensors)
+    def _launch(self, kernel: _Kernel, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> None:
+        """Run a kernel for the first time: look for the fastest plan if asked to, and climb down until one is taken."""
+        job = kernel.job
 
         def attempt(plan: KernelPlan, into: Mapping[object, torch.Tensor | None] = tensors) -> Bound:
             bound = self._bind(job, plan, into, operands)
             bound(into)
             return bound
 
-        if job in self.tuned and self.steps[job].plans:
-            plans, key = self.tuned[job]
+        if kernel.tuned is not None and kernel.steps.plans:
+            plans, key = kernel.tuned
             scratch = {n: _scratch_like(t) if n in self._written(job) and t is not None else t for n, t in tensors.items()}
 
             def trial(plan: KernelPlan) -> tuple[Callable[[], object], Sequence[torch.Tensor]]:
                 bound = attempt(plan, scratch)
                 return (lambda: bound(scratch)), [scratch[n] for n in self._written(job)]  # type: ignore[misc]  # all are there
 
-            self.steps[job].prefer(autotune.choose(key, plans, trial, autotune.tolerance(self.spec)))
-        self.bound[job] = self.steps[job].first_that_runs(attempt)
-        return None
+            kernel.steps.prefer(autotune.choose(key, plans, trial, autotune.tolerance(self.spec)))
+        kernel.bound = kernel.steps.first_that_runs(attempt)
 
     def _written(self, job: Job) -> tuple[str, ...]:
         """The names of what a kernel writes, other than that of the rows."""
@@ -337,9 +359,9 @@ def numbers(kernel: Any, sizes: Mapping[str, int], operands: Sequence[torch.Tens
     return [number(a, sizes, shapes, strides, own) for a in kernel.integers]
 
 
-def _scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _scratch(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory that a kernel writes all of."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)     # in half the time that `empty` takes
 
 
 def _scratch_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.
         ValueError: the arguments do not fit the spec.
     """
     layouts = tuple([(t.shape, t.stride(), t.dtype, t.device) for t in (stats, *operands)])
-    key = (spec, tuple(sizes), layouts, launch.aligned(operands), torch.backends.cuda.matmul.allow_tf32)
+    key = (spec, tuple(sizes), layouts, launch.aligned(operands), launch.where(seed), torch.backends.cuda.matmul.allow_tf32)
     ladder = _ladders.get(key)
     if ladder is None:
         check_call(spec, operands, sizes, seed)

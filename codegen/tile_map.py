@@ -23,6 +23,7 @@ from ..tilemap import COUNTS, TILE, Mask, shapes
 from . import cache, header
 from .arguments import Arguments, Names, number
 from .emission import RESERVED, Kernel, wrapped
+from .launcher import launcher
 from .scores import Body, Programs
 from .text import level, prepare
 from .writer import Writer
@@ -31,6 +32,8 @@ ALIVE, FULL = 1, 2
 """The bits of a tile: some position is not dead; every position within the lengths is full."""
 CHUNK = 128
 """Tiles of a row that the sorting kernel takes at once."""
+OPTIONS = {"num_warps": 4}
+"""What Triton is told of the kernel that looks at the tiles."""
 
 _LISTS = f'''
 @triton.jit(do_not_specialize=["n_entries", "n_lists", "entry_stride", "list_stride", "length"])
@@ -180,7 +183,7 @@ def launch(mask: Mask, operands: Sequence[torch.Tensor], sizes: Sequence[int], d
         Unsupported: there is no kernel for this mask.
         ValueError: the arguments do not fit the mask.
     """
-    key = (mask, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype) for t in operands]), device)
+    key = (mask, tuple(sizes), tuple([(t.shape, t.stride(), t.dtype, t.device) for t in operands]), device)
     run = _runs.get(key)
     if run is None:
         for tensor, fact in zip(operands, mask.operands, strict=True):
@@ -194,8 +197,6 @@ def launch(mask: Mask, operands: Sequence[torch.Tensor], sizes: Sequence[int], d
 
 
 def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...], device: torch.device) -> Run:
-    from .launch import caller
-
     named = dict(zip(mask.size_names, sizes, strict=True))
     reach = max((sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in operands), default=0)
     wide = reach >= 2 ** 30 or max(named["i"], named["j"]) >= 2 ** 15
@@ -207,7 +208,11 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     layouts = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
     integers = [number(a, named, *layouts, {}) for a in kernel.integers]
     pointers = [p.operand for p in kernel.pointers]
-    look = caller(getattr(module, kernel.name), kernel, _Plain(), (batch * n_rows * n_columns, 1, 1), integers)
+    plain = [None] * len(pointers)
+    look = launcher(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), plain, integers, dict(kernel.constants), OPTIONS)
+    chunk = {"CHUNK": CHUNK}
+    list_rows = launcher(module.list_tiles, (batch * n_rows, 1, 1), [None, None], [n_columns, n_rows, 1, n_columns, named["j"]], chunk, {})
+    list_columns = launcher(module.list_tiles, (batch * n_columns, 1, 1), [None, None], [n_rows, n_columns, n_columns, 1, named["i"]], chunk, {})
     empty = batch * n_rows * n_columns == 0
 
     def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,9 +221,8 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
         if not empty:
             bits = torch.empty((batch, n_rows, n_columns), dtype=torch.int8, device=device)
             look([operands[p] if isinstance(p, int) else bits for p in pointers])
-            lists = module.list_tiles
-            lists[(batch * n_rows, 1, 1)](bits, rows, n_columns, n_rows, 1, n_columns, named["j"], CHUNK=CHUNK)
-            lists[(batch * n_columns, 1, 1)](bits, columns, n_rows, n_columns, n_columns, 1, named["i"], CHUNK=CHUNK)
+            list_rows([bits, rows])
+            list_columns([bits, columns])
         return rows, columns
 
     def run_elsewhere(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,12 +230,6 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
             return run(operands)
 
     return run_elsewhere if device.type == "cuda" and torch.cuda.device_count() > 1 else run
-
-
-class _Plain:
-    """What `launch.caller` asks of a plan, for a kernel that needs none."""
-
-    options: dict[str, int] = {"num_warps": 4}
 
 
 @functools.lru_cache(maxsize=512)
