@@ -281,6 +281,6 @@ def _listed(alive: torch.Tensor, full: torch.Tensor, length: int) -> torch.Tenso
 
 
 def worthwhile(queries: int, keys: int, depth: int) -> bool:
-    """Whether there are tiles enough for some to be empty: a map costs three launches for all layers together. Beyond 128 head
+    """Whether there are tiles enough for some to be empty: a map costs two launches for all layers together. Beyond 128 head
     dimensions the kernels want larger tiles than a map's."""
     return math.ceil(queries / TILE) >= 4 and math.ceil(keys / TILE) >= 4 and depth <= 128

@@ -1,7 +1,7 @@
 """The kernels that make a map of tiles (`attnfuse.tilemap`): what each tile holds, then the lists.
 
 One program a tile evaluates the mask's two predicates at its 64 x 64 positions and stores two bits. A second kernel, which is the
-same for every mask, sorts a row of these into a list; it runs once for the rows of tiles and once for the columns.
+same for every mask, sorts each row of these and each column into a list.
 
     rows, columns = launch(mask, operands, sizes, device)
 """
@@ -36,12 +36,21 @@ OPTIONS = {"num_warps": 4}
 """What Triton is told of the kernel that looks at the tiles."""
 
 _LISTS = f'''
-@triton.jit(do_not_specialize=["n_entries", "n_lists", "entry_stride", "list_stride", "length"])
-def list_tiles(bits_ptr, lists_ptr, n_entries, n_lists, entry_stride, list_stride, length, CHUNK: tl.constexpr):
-    """One row of the map: how many tiles are full, how many are not empty, then full, cut and empty ones."""
+@triton.jit(do_not_specialize=["n_rows", "n_columns", "n_queries", "n_keys", "n_first"])
+def list_tiles(bits_ptr, rows_ptr, columns_ptr, n_rows, n_columns, n_queries, n_keys, n_first, CHUNK: tl.constexpr):
+    """One row of the map: how many tiles are full, how many are not empty, then full, cut and empty ones. The first programs make the rows
+    of tiles of queries, the others those of tiles of keys."""
     pid = tl.program_id(0)
-    bits_ptr += (pid // n_lists).to(tl.int64) * n_lists * n_entries + pid % n_lists * list_stride
-    lists_ptr += pid.to(tl.int64) * (n_entries + {COUNTS})
+    if pid < n_first:
+        number, n_lists, n_entries, length = pid, n_rows, n_columns, n_keys
+        list_stride, entry_stride = n_columns, 1
+        lists_ptr = rows_ptr
+    else:
+        number, n_lists, n_entries, length = pid - n_first, n_columns, n_rows, n_queries
+        list_stride, entry_stride = 1, n_columns
+        lists_ptr = columns_ptr
+    bits_ptr += (number // n_lists).to(tl.int64) * n_lists * n_entries + number % n_lists * list_stride
+    lists_ptr += number.to(tl.int64) * (n_entries + {COUNTS})
     n_full = 0
     n_alive = 0
     for start in range(0, n_entries, CHUNK):
@@ -210,9 +219,8 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     pointers = [p.operand for p in kernel.pointers]
     plain = [None] * len(pointers)
     look = launcher(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), plain, integers, dict(kernel.constants), OPTIONS)
-    chunk = {"CHUNK": CHUNK}
-    list_rows = launcher(module.list_tiles, (batch * n_rows, 1, 1), [None, None], [n_columns, n_rows, 1, n_columns, named["j"]], chunk, {})
-    list_columns = launcher(module.list_tiles, (batch * n_columns, 1, 1), [None, None], [n_rows, n_columns, n_columns, 1, named["i"]], chunk, {})
+    lists = launcher(module.list_tiles, (batch * (n_rows + n_columns), 1, 1), [None] * 3,
+                     [n_rows, n_columns, named["i"], named["j"], batch * n_rows], {"CHUNK": CHUNK}, {})
     empty = batch * n_rows * n_columns == 0
 
     def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,8 +229,7 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
         if not empty:
             bits = torch.empty((batch, n_rows, n_columns), dtype=torch.int8, device=device)
             look([operands[p] if isinstance(p, int) else bits for p in pointers])
-            list_rows([bits, rows])
-            list_columns([bits, columns])
+            lists([bits, rows, columns])
         return rows, columns
 
     def run_elsewhere(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
