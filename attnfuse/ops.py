@@ -346,38 +346,19 @@ def _over_samples(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], args
     return [op(*sample(n)) for n in range(info.batch_size)]
 
 
-def _vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    results = _over_samples(torch.ops.attnfuse.attention, info, dims, args)
-    return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
-
-
-def _vmap_tile_map(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    results = _over_samples(torch.ops.attnfuse.tile_map, info, dims, args)
-    return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
-
-
-def _vmap_single(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+def _vmap(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return torch.stack(_over_samples(op, info, dims, args)), 0
+        results = _over_samples(op, info, dims, args)
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        columns = [torch.stack(column) for column in zip(*results, strict=True)]
+        return (columns, [0] * len(columns)) if isinstance(results[0], list) else (tuple(columns), (0,) * len(columns))
 
     return rule
 
 
-def _vmap_gradients(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        grads = [torch.stack(column) for column in zip(*_over_samples(op, info, dims, args), strict=True)]
-        return grads, [0] * len(grads)
-
-    return rule
-
-
-torch.library.register_vmap("attnfuse::attention", _vmap, lib=_library)
-torch.library.register_vmap("attnfuse::tile_map", _vmap_tile_map, lib=_library)
-torch.library.register_vmap("attnfuse::attention_backward", _vmap_gradients(torch.ops.attnfuse.attention_backward), lib=_library)
-torch.library.register_vmap("attnfuse::weights", _vmap_single(torch.ops.attnfuse.weights), lib=_library)
-torch.library.register_vmap("attnfuse::distance_table", _vmap_single(torch.ops.attnfuse.distance_table), lib=_library)
-torch.library.register_vmap("attnfuse::distance_table_backward", _vmap_gradients(torch.ops.attnfuse.distance_table_backward), lib=_library)
-torch.library.register_vmap("attnfuse::weights_backward", _vmap_gradients(torch.ops.attnfuse.weights_backward), lib=_library)
+for _name in ("attention", "attention_backward", "weights", "weights_backward", "tile_map", "distance_table", "distance_table_backward"):
+    torch.library.register_vmap(f"attnfuse::{_name}", _vmap(getattr(torch.ops.attnfuse, _name)), lib=_library)
 
 
 # ---- arithmetic

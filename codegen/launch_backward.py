@@ -26,7 +26,7 @@ from . import autotune, cache, header, launch
 from .arguments import Unsupported, number
 from .backward import emit
 from .chain import chain, flat, row_buffers, sweeps
-from .diagonals import at_distance, by_distance, summed
+from .diagonals import at_distance, count, gathered
 from .fallback import Steps
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
@@ -188,6 +188,7 @@ class _Backward:
         self.named = dict(zip(spec.size_names, sizes, strict=True))
         self.steps = {job: Steps(list(some)) for job, some in plans.items()}
         self.bound: dict[Job, Any] = {}
+        self.blocks: dict[Job, int] = {}        # of the plans that are bound
         self.several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.rows = math.prod(self.named[b] for b in spec.batch)
         self.direct = frozenset(x.label for x in wanted.reads if self._is_gradient(x, call.operands[x.operand][0]))
@@ -243,11 +244,24 @@ class _Backward:
         return place == [axis(a) for a in axes] and math.prod(shape) == math.prod(self.named[a] for a in axes) and self._alone(one.operand)
 
     def _allocate_read(self, one: Captured, operand: torch.Tensor) -> torch.Tensor:
-        """The buffer of a captured read; tiles that the kernel of the queries skips stay zero."""
+        """The buffer of a captured read; tiles that the kernel of the queries skips stay zero. For block diagonals it suits every plan."""
+        along = self._along(one)
+        if along is not None:
+            plans = [*self.steps[along].plans, *(self.tuned[along][0] if along in self.tuned else ())]
+            return _scratch((max(math.prod(self._diagonal_tiles(along, p.block_m)) for p in plans),), torch.float32, self.device)
         dtype = operand.dtype if one.label in self.direct else torch.float32
         shape = [self.named[a] for a in axes_of(self.spec, one)]
         skips = {"i", "j"} <= one.axes and any(one in job.captured for job in self.task.jobs if job.kind == "queries")
         return torch.zeros(shape, dtype=dtype, device=self.device) if skips else _scratch(shape, dtype, self.device)
+
+    def _along(self, one: Captured) -> Job | None:
+        """The kernel of block diagonals that sums a read, if one does."""
+        return next((job for job in self.task.jobs if job.kind == "diagonals" and one in job.captured), None)
+
+    def _diagonal_tiles(self, job: Job, block: int) -> tuple[int, ...]:
+        """What a kernel of block diagonals stores for a read: (batch…, block diagonals, block, block)."""
+        kept = (self.named[b] for b in self.spec.batch if b not in job.walked)
+        return (*kept, count(self.named["i"], self.named["j"], block), block, block)
 
     def _sums(self, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
               seed: torch.Tensor | None) -> dict[int, torch.Tensor]:
@@ -259,8 +273,11 @@ class _Backward:
         for one in reads:
             axes, index, values = axes_of(self.spec, one), one.node.args, tensors[one.label]
             box = {a: (0, self.named[a]) for a in axes}
-            if axes[-2:] == ("i", "j") and by_distance(index):
-                values, index, axes = summed(values), at_distance(index, self.named["i"]), (*axes[:-2], "j")  # type: ignore[arg-type]
+            along = self._along(one)
+            if along is not None:
+                shape = self._diagonal_tiles(along, self.blocks[along])
+                tiles = values[:math.prod(shape)].view(shape)  # type: ignore[index]  # allocated for every read
+                values, index, axes = gathered(tiles, self.named["i"], self.named["j"]), at_distance(index, self.named["i"]), (*axes[:-2], "j")
                 box = {**{a: box[a] for a in axes[:-1]}, "j": (0, values.shape[-1])}
             elements.add(total[one.operand], index, box, axes, values)  # type: ignore[arg-type]  # allocated for every read
         if self.task.terms:
@@ -316,10 +333,13 @@ class _Backward:
         integers = numbers(kernel, self.named, operands, tensors)
         call = launch.caller(function(self.spec, plan, job, self.call), kernel, plan, (self._programs(job, plan), 1, 1), integers)
         pointers = [p.operand for p in kernel.pointers]
+        self.blocks[job] = plan.block_m
         return lambda now: call([now[p] for p in pointers])
 
     def _programs(self, job: Job, plan: KernelPlan) -> int:
-        """How many programs a kernel takes: one a tile, of queries, of keys (for all heads that share them) or of scores."""
+        """How many programs a kernel takes: one a tile, of queries, of keys (for all heads that share them) or of scores, or a block diagonal."""
+        if job.kind == "diagonals":
+            return math.prod(self._diagonal_tiles(job, plan.block_m)[:-2])
         queries, keys = math.ceil(self.named["i"] / plan.block_m), math.ceil(self.named["j"] / plan.block_n)
         if job.kind == "tiles":
             return queries * keys * math.prod(self.named[b] for b in self.spec.batch if b not in job.walked)

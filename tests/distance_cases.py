@@ -36,6 +36,7 @@ TABULATED = (
     Case("t5_causal", where(CAUSAL, add(DOT, t5(3)), const(INF)), captured=(BUCKETS,)),
     Case("t5_causal_added", add(DOT, add(t5(3), where(CAUSAL, const(0.0), const(MIN)))), captured=(BUCKETS,)),
     Case("t5_padding", where(both(CAUSAL, padding), add(DOT, t5(4)), const(MIN)), captured=(PADDING, BUCKETS)),
+    Case("t5_padding_inf", where(both(CAUSAL, padding), add(DOT, t5(4)), const(INF)), captured=(PADDING, BUCKETS)),
     Case("t5_window", where(both(CAUSAL, le(minus(i, const(7)), j)), add(DOT, t5(3)), const(INF)), captured=(BUCKETS,)),
     Case("t5_grouped", add(SCALED, t5(3)), captured=(BUCKETS,), groups=2),
     Case("t5_dropped", add(SCALED, t5(3)), mul(WEIGHT, Expr("keep", attr=(0, 0.25))), captured=(BUCKETS,)),

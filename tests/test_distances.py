@@ -5,6 +5,7 @@ What runs in Triton's interpreter does so in a process of its own, as in test_co
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 
 import attnfuse
 from attnfuse import distances, dynamo, ops, origin, tilemap, tuning
-from attnfuse.codegen import launch, launch_backward
+from attnfuse.codegen import launch, launch_backward, offline, plan_backward, predict
+from attnfuse.codegen.backward import emit
+from attnfuse.codegen.tiles import DEVICES, known
 from attnfuse.ranges import analyse
 from attnfuse.reference import reference
 from bench.flex_forms import bucket
 from tests.distance_cases import INLINE, TABULATED, with_tables
 from tests.interpreted import run_in_interpreter
 from tests.oracle import truth
-from tests.specs import Case, Shape
+from tests.sass import misread_descriptors
+from tests.specs import CASES, Case, Shape, with_map
 
 INSIDE = launch.interpreting()
 interpreted = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter, in a process of its own")
@@ -302,6 +306,14 @@ def test_weights_that_are_wanted_read_the_table_too(calls: list[str], seed: int)
 
 # ---- kernels
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16, so that short sequences have diagonals of several lengths."""
+    candidates = launch_backward.candidates
+    monkeypatch.setattr(launch_backward, "_runs", {})
+    monkeypatch.setattr(launch_backward, "candidates", lambda *args: tuple(replace(p, block_m=16, block_n=16) for p in candidates(*args)))
+
+
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate, scratch = launch._allocate, launch_backward._scratch
@@ -309,10 +321,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_backward, "_scratch", lambda *args: scratch(*args).fill_(12345.0))
 
 
-def check(case: Case, shape: Shape, dtype: torch.dtype, seed: int) -> None:
-    """Result and gradients of the kernels against float64, that of the table among them."""
+def check(case: Case, shape: Shape, dtype: torch.dtype, seed: int, mapped: bool = False) -> None:
+    """Result and gradients of the kernels against float64, that of the table among them; `mapped`: by a map of the mask's tiles."""
     operands, sizes = case.inputs(shape, dtype, seed)
     spec, operands = with_tables(case.spec(str(dtype).removeprefix("torch.")), operands, sizes)
+    if mapped:
+        spec, operands = with_map(spec, operands, sizes)
+        assert spec.tiles is not None
     drop = torch.tensor([seed]) if spec.dropouts else None
     needs = [t.is_floating_point() for t in operands]
     out, stats = launch.forward(spec, operands, sizes, drop)
@@ -330,6 +345,74 @@ def check(case: Case, shape: Shape, dtype: torch.dtype, seed: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("case", TABULATED, ids=lambda c: c.name)
-def test_kernels_read_the_table(case: Case, seed: int) -> None:
+def test_kernels_read_the_table(case: Case, seed: int, small: None) -> None:
+    """The gradient of the table comes from the kernel of block diagonals."""
     check(case, Shape((2, 2), 37, 53, 20, 16), torch.float16, seed)
-    check(case, Shape((1, 2), 40, 21, 8, 24), torch.float32, seed + 1)
+    check(case, Shape((1, 2), 53, 21, 8, 24), torch.float32, seed + 1)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ("t5_padding", "t5_padding_inf"))
+def test_kernels_read_the_table_beside_a_map(name: str, seed: int) -> None:
+    check(BY_NAME[name], Shape((2, 1), 130, 150, 8, 8), torch.float32, seed, mapped=True)
+
+
+@interpreted
+def test_memory_is_linear(seed: int, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No buffer of the backward pass has an element for every score."""
+    made: list[int] = []
+    scratch = launch_backward._scratch
+    monkeypatch.setattr(launch_backward, "_scratch", lambda *args: made.append(math.prod(args[0])) or scratch(*args))
+    check(BY_NAME["t5_causal"], Shape((2, 1), 160, 160, 8, 8), torch.float32, seed)
+    assert 19 * 16 * 16 in made and max(made) < 160 * 160
+
+
+def kinds(case: Case, shape: Shape) -> list[str]:
+    """What the kernels own that sum the gradients of captured reads."""
+    spec = case.spec()
+    operands, sizes = case.inputs(shape, torch.float32, 0)
+    needs = [n > 2 and t.is_floating_point() for n, t in enumerate(operands)]
+    return [job.kind for job in launch_backward.task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), needs).jobs if job.captured]
+
+
+@outside
+def test_whose_gradient_is_summed_along_diagonals() -> None:
+    inline = {case.name: case for case in INLINE}
+    wrapping = next(c for c in CASES if c.name == "wrapping_index")
+    for case in (BY_NAME["t5"], BY_NAME["t5_for_all_heads"], BY_NAME["clipped"], inline["a_plain_read"], wrapping):
+        assert kinds(case, Shape()) == kinds(case, Shape((1, 1))) == ["diagonals"], case.name
+    for name in ("of_a_sum", "of_twice_the_key"):
+        assert kinds(inline[name], Shape()) == ["tiles"] and kinds(inline[name], Shape((1, 2))) == ["queries"], name
+    assert kinds(inline["of_the_query_too"], Shape()) == ["tiles"] and kinds(inline["of_positions_that_are_given"], Shape()) == ["queries"]
+    # A place that is read from a list of all distances is by distance too; for its sum it would have to be read again.
+    assert kinds(BY_NAME["through_a_list"], Shape()) == ["tiles"]
+
+
+@outside
+def test_diagonals_are_of_squares() -> None:
+    case = BY_NAME["t5"]
+    spec, (operands, sizes) = case.spec(), case.inputs(Shape(), torch.float32, 0)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    (job,) = (j for j in launch_backward.task(spec, operands, named, [False] * 3 + [True]).jobs if j.kind == "diagonals")
+    for target in DEVICES.values():
+        for dtype, depth in (("float32", 64), ("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256)):
+            request = predict.assumed(case.spec(dtype), named | {"d": depth, "e": depth, "i": 1024, "j": 1024}, target)
+            plans = plan_backward.candidates(case.spec(dtype), request, target, job)
+            assert all(p.block_m == p.block_n for p in plans)
+    with pytest.raises(ValueError, match="no block diagonals"):
+        emit(spec, replace(plans[0], block_m=2 * plans[0].block_n), job)
+
+
+@outside
+@pytest.mark.parametrize("dtype, depth, target", [("bfloat16", 64, ("cuda", 90)), ("bfloat16", 128, ("cuda", 90)), ("float16", 64, ("cuda", 80))])
+def test_resources_of_the_kernel_of_diagonals(dtype: str, depth: int, target: offline.Target) -> None:
+    case = BY_NAME["t5_causal"]
+    operands, sizes = case.inputs(Shape((2, 4), 1024, 1024, depth, depth), getattr(torch, dtype), 0)
+    spec, operands = with_tables(case.spec(dtype), operands, sizes)
+    needs = [n > 2 for n in range(len(operands))]
+    found = launch_backward.task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), needs)
+    (job,) = (j for j in found.jobs if j.kind == "diagonals")
+    report = offline.compile_backward(spec, sizes, [t.to("meta") for t in operands], target, job)
+    assert report.shared <= report.plan.shared + 512 <= known(*target).shared and (report.spills or 0) <= 64
+    if target == ("cuda", 90):
+        assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
