@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from .spec import Access, AttentionSpec, Operand, dtype_of
 from .tilemap import conditions
 
 LEAST = 256
-"""Fewer queries or keys than this are not worth a table: it takes some twenty small launches."""
+"""Fewer queries or keys than this are not worth a table: it takes some fifty small launches."""
 QUERY, KEY = axis("i"), axis("j")
 PLACE = simplify(add(apply("sub", KEY, QUERY), apply("sub", size("i"), const(1))))
 """Where a table has the number of a distance; never negative."""
@@ -244,8 +244,8 @@ def build(table: Table, operands: Sequence[torch.Tensor], sizes: Sequence[int], 
         sizes: integers in the order of `table.size_names`, both lengths at least 1.
         device: where the operands are.
     """
-    found = evaluate(_along(table), _env(table, operands, sizes, device))
-    return found.expand(shape(table, sizes)).contiguous()
+    expr, env = _along(table), _env(table, operands, sizes, device)
+    return evaluate(expr, env, _numbers(expr, env)).expand(shape(table, sizes)).contiguous()
 
 
 def gradients(table: Table, grad: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int],
@@ -258,9 +258,10 @@ def gradients(table: Table, grad: torch.Tensor, operands: Sequence[torch.Tensor]
     for node in loads(expr):
         slope = adjoint(expr, node) if node.kind == "float" and node.attr in sums else ZERO
         if slope != ZERO:
+            for one in (slope, *node.args):
+                memo |= _numbers(one, env, memo)
             values = evaluate(slope, env, memo).expand(grad.shape)
-            places = [_present(evaluate(x, env, memo), grad.device) for x in node.args]
-            _add(sums[int(node.attr)], places, values)  # type: ignore[arg-type]  # a load names its operand
+            _add(sums[int(node.attr)], [evaluate(x, env, memo) for x in node.args], values)  # type: ignore[arg-type]  # a load names its operand
     return [sums[n].to(t.dtype) if n in sums else None for n, t in enumerate(operands)]
 
 
@@ -271,19 +272,20 @@ def _along(table: Table) -> Expr:
 
 
 def _env(table: Table, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device) -> Env:
-    """Every position of a table. Numbers stay on the host, for copying them to a GPU is what its graphs may not capture."""
+    """Every position of a table."""
     named, lengths = dict(zip(table.size_names, sizes, strict=True)), shape(table, sizes)
     rank = len(lengths)
     axes = {name: torch.arange(n, device=device).view([-1 if k == m else 1 for m in range(rank)])
             for k, (name, n) in enumerate(zip((*table.batch, str(_NUMBER.attr)), lengths, strict=True))}
-    read: Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor] = lambda operand, index: (
-        operands[operand][tuple(_present(x, device) for x in index)] if index else operands[operand])
-    return Env(axes, named, read, dtype_of(table.dtype), torch.device("cpu"))
+    read = lambda operand, index: operands[operand][index] if index else operands[operand]
+    return Env(axes, named, read, dtype_of(table.dtype), device)
 
 
-def _present(index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An index on the device of what it is an index of."""
-    return index if index.device == device else torch.full((), int(index), device=device)
+def _numbers(expr: Expr, env: Env, known: Container[Expr] = ()) -> dict[Expr, torch.Tensor]:
+    """The numbers of a program that are not known yet, made on the device: a copy from the host is what a CUDA graph may not capture."""
+    dtypes = {"float": env.dtype, "int": torch.int64, "bool": torch.bool}
+    return {x: torch.full((), env.sizes[str(x.attr)] if x.op == "size" else x.value, dtype=dtypes[x.kind], device=env.device)
+            for x in walk(expr) if x.op in ("const", "size") and x not in known}
 
 
 def _add(into: torch.Tensor, places: Sequence[torch.Tensor], values: torch.Tensor) -> None:

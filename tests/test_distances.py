@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnfuse
 from attnfuse import distances, dynamo, ops, origin, tilemap, tuning
@@ -129,6 +130,29 @@ def test_the_op_is_sound(seed: int) -> None:
     grad = torch.randn(distances.shape(table, sizes), dtype=torch.float64)
     torch.library.opcheck(torch.ops.attnfuse.distance_table_backward.default, (grad, [operands[0].detach()], sizes, text, [True]))
     assert torch.ops.attnfuse.distance_table_backward(grad, operands, sizes, text, [False])[0].numel() == 0
+
+
+class Copies(TorchDispatchMode):
+    """Raises where a number is brought from the host to a tensor's device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten.lift_fresh.default, torch.ops.aten.scalar_tensor.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@outside
+@pytest.mark.parametrize("name", ("t5", "logarithmic", "through_a_list"))
+def test_nothing_is_copied_from_the_host(name: str, seed: int) -> None:
+    """A CUDA graph may not capture it."""
+    case = BY_NAME[name]
+    spec, (operands, sizes) = case.spec(), case.inputs(Shape(), torch.float32, seed)
+    found = distances.tabulated(spec)
+    assert found is not None
+    named, (table,), read = dict(zip(spec.size_names, sizes, strict=True)), found.tables, [operands[n] for n in found.sources[0]]
+    own = [named[n] for n in table.size_names]
+    with Copies():
+        made = distances.build(table, read, own, torch.device("cpu"))
+        distances.gradients(table, made, read, own, [t.is_floating_point() for t in read])
 
 
 @outside
