@@ -54,7 +54,7 @@ def analyse(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
         gm, report = pipeline.run(gm, settings)
         report.sites = [_predicted(site) for site in report.sites]
         if settings.autotune:
-            tuning.ask(site.spec for site in report.sites)
+            tuning.ask(site.called[0] for site in report.sites if site.called)
     except Exception as e:
         if settings.strict:
             raise
@@ -71,12 +71,12 @@ def analyse(gm: GraphModule, settings: Settings) -> tuple[GraphModule, Report]:
 
 def _predicted(site: Site) -> Site:
     """The site with what its generated kernel would move; as it is where nothing was counted or there is no kernel for it."""
-    if not site.written or site.spec is None:
+    if not site.written or site.called is None:
         return site
     from .predicting import default_device, forward, weights
     try:
         device = default_device()
-        kernels = [forward(site.spec, site.sizes, site.held, device), *(weights(w.spec, w.sizes, w.held, device) for w in site.given)]
+        kernels = [forward(site.called[0], site.sizes, site.called[1], device), *(weights(w.spec, w.sizes, w.held, device) for w in site.given)]
         total = (sum(getattr(k, n) for k in kernels) for n in ("read", "written", "flops"))
         return replace(site, fused=Call(kernels[0].op, *total))
     except ValueError:

@@ -52,6 +52,16 @@ class IndexMap:
 
     def view(self, tensor: torch.Tensor, box: Box, order: Sequence[str]) -> torch.Tensor | None:
         """The rectangle as a view; None where strides cannot express it."""
+        found = self._strided(tensor, box, order)
+        return None if found is None or found[1] else found[0]
+
+    def read(self, tensor: torch.Tensor, box: Box, order: Sequence[str]) -> torch.Tensor | None:
+        """As `view`, or a copy where axes are read backwards, for strides are never negative."""
+        found = self._strided(tensor, box, order)
+        return None if found is None else found[0].flip(found[1]) if found[1] else found[0]
+
+    def _strided(self, tensor: torch.Tensor, box: Box, order: Sequence[str]) -> tuple[torch.Tensor, list[int]] | None:
+        """A view, and the dimensions in which it has the rectangle backwards."""
         if any(stop <= start for start, stop in (box[a] for a in order)) or not self.inside(tensor.shape, box):
             return None
         steps = dict.fromkeys(order, 0)
@@ -63,9 +73,10 @@ class IndexMap:
                 steps[name] += stride * slope
                 start += stride * slope * box[name][0]
                 used.add(name)
-        if min(steps.values(), default=0) < 0:
-            return None
-        return tensor.as_strided([box[a][1] - box[a][0] if a in used else 1 for a in order], list(steps.values()), start)
+        lengths = [box[a][1] - box[a][0] if a in used else 1 for a in order]
+        turned = [n for n, step in enumerate(steps.values()) if step < 0]
+        start += sum(step * (n - 1) for step, n in zip(steps.values(), lengths, strict=True) if step < 0)
+        return tensor.as_strided(lengths, [abs(step) for step in steps.values()], start), turned
 
 
 class Elements:
@@ -120,7 +131,7 @@ class Elements:
         """The rectangle `box` of an operand, in the operand's dtype; a view if that is possible."""
         tensor = self.operands[operand]
         plan = self.map(index)
-        view = plan.view(tensor, box, order) if plan else None
+        view = plan.read(tensor, box, order) if plan else None
         if view is not None:
             return view
         if not index:

@@ -5,6 +5,8 @@
     torch.ops.attnfuse.weights(operands, stats, sizes, seed, spec) -> weights
     torch.ops.attnfuse.weights_backward(grad, operands, stats, sizes, seed, spec, needs) -> gradients
     torch.ops.attnfuse.tile_map(like, operands, sizes, mask) -> (rows, columns)
+    torch.ops.attnfuse.distance_table(like, operands, sizes, table) -> table
+    torch.ops.attnfuse.distance_table_backward(grad, operands, sizes, table, needs) -> gradients
 
 `spec` is `AttentionSpec.to_json()`, `sizes` the integers of `AttentionSpec.size_names`; out (batch…, i, e) has the strides that
 `spec.out_order` says, stats (batch…, i, 2) are the row statistics of `walker.forward`. A gradient that is not needed
@@ -15,6 +17,9 @@ comes back as an empty tensor, for an operator cannot return None in a list.
 
 `tile_map` makes the map of a mask's tiles (`tilemap.build`; `mask` is `Mask.to_json()`) on the device of `like`, once for all layers
 that share the mask; the two tensors are the last operands of their attentions.
+
+`distance_table` computes what scores take from the distance of key and query (`distances.build`; `table` is `Table.to_json()`) on the
+device of `like`, which gets no gradient, once for all layers that share it; the result is an operand of their attentions.
 
 On the CPU plain attention goes to PyTorch's fused kernel and everything else to the walker; on a GPU the generated
 kernels run, and the walker what they do not support, which is said once a reason.
@@ -33,10 +38,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, tilemap, walker, weighing
+from . import cpu, distances, tilemap, walker, weighing
+from .distances import Table
 from .reference import reference, weights
 from .settings import in_force
-from .spec import AttentionSpec
+from .spec import AttentionSpec, dtype_of
 from .tilemap import Mask
 from .tiling import allocate_out, allocate_weights
 
@@ -53,6 +59,8 @@ _library.define("weights(Tensor[] operands, Tensor stats, SymInt[] sizes, Tensor
 _library.define("weights_backward(Tensor grad, Tensor[] operands, Tensor stats, SymInt[] sizes, Tensor? seed, str spec, bool[] needs) -> Tensor[]",
                 tags=_tags)
 _library.define("tile_map(Tensor like, Tensor[] operands, SymInt[] sizes, str mask) -> (Tensor rows, Tensor columns)", tags=_tags)
+_library.define("distance_table(Tensor like, Tensor[] operands, SymInt[] sizes, str table) -> Tensor", tags=_tags)
+_library.define("distance_table_backward(Tensor grad, Tensor[] operands, SymInt[] sizes, str table, bool[] needs) -> Tensor[]", tags=_tags)
 
 SECOND_DERIVATIVE = ("attnfuse: a fused attention has no second derivative; run the model as it is written, inside "
                      "`with torch.compiler.set_stance(\"force_eager\"):` or by calling its forward directly")
@@ -205,7 +213,36 @@ def _tile_map(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Seque
         return tilemap.build(parsed, operands, sizes, like.device) if found is None else found
 
 
+@torch.library.impl(_library, "distance_table", "CompositeExplicitAutograd")
+def _distance_table(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], table: str) -> torch.Tensor:
+    """What scores take from distances (`distances.build`), made on the device of `like`."""
+    _refuse_forward_mode()
+    with _undisturbed(like.device):
+        return distances.build(Table.from_json(table), operands, sizes, like.device)
+
+
+@torch.library.impl(_library, "distance_table_backward", "CompositeExplicitAutograd")
+def _distance_table_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], table: str,
+                             needs: Sequence[bool]) -> list[torch.Tensor]:
+    with _undisturbed(grad.device):
+        grads = distances.gradients(Table.from_json(table), grad, operands, sizes, needs)
+    return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
+
+
 # ---- shapes without values
+
+@torch.library.register_fake("attnfuse::distance_table", lib=_library)
+def _fake_distance_table(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], table: str) -> torch.Tensor:
+    _refuse_forward_mode()
+    parsed = Table.from_json(table)
+    return like.new_empty(distances.shape(parsed, sizes), dtype=dtype_of(parsed.dtype))
+
+
+@torch.library.register_fake("attnfuse::distance_table_backward", lib=_library)
+def _fake_distance_table_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], table: str,
+                                  needs: Sequence[bool]) -> list[torch.Tensor]:
+    return [t.new_empty(t.shape if need else 0) for t, need in zip(operands, needs, strict=True)]
+
 
 @torch.library.register_fake("attnfuse::tile_map", lib=_library)
 def _fake_tile_map(like: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], mask: str) -> Result:
@@ -280,6 +317,18 @@ def _differentiate_weights(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ..
     return [g if need else None for g, need in zip(grads, needs, strict=True)], None, None, None, None
 
 
+def _save_table(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, operands, sizes, table = inputs
+    ctx.save_for_backward(*operands)
+    ctx.sizes, ctx.table = sizes, table
+
+
+def _differentiate_table(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    needs = list(ctx.needs_input_grad[1])
+    grads = torch.ops.attnfuse.distance_table_backward(grad, ctx.saved_tensors, ctx.sizes, ctx.table, needs)
+    return None, [g if need else None for g, need in zip(grads, needs, strict=True)], None, None
+
+
 def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(SECOND_DERIVATIVE)
 
@@ -288,6 +337,8 @@ torch.library.register_autograd("attnfuse::attention", _differentiate, setup_con
 torch.library.register_autograd("attnfuse::attention_backward", _no_second_derivative, lib=_library)
 torch.library.register_autograd("attnfuse::weights", _differentiate_weights, setup_context=_save_weights, lib=_library)
 torch.library.register_autograd("attnfuse::weights_backward", _no_second_derivative, lib=_library)
+torch.library.register_autograd("attnfuse::distance_table", _differentiate_table, setup_context=_save_table, lib=_library)
+torch.library.register_autograd("attnfuse::distance_table_backward", _no_second_derivative, lib=_library)
 
 
 # ---- vmap: one call a sample
@@ -301,33 +352,19 @@ def _over_samples(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], args
     return [op(*sample(n)) for n in range(info.batch_size)]
 
 
-def _vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    results = _over_samples(torch.ops.attnfuse.attention, info, dims, args)
-    return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
-
-
-def _vmap_tile_map(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    results = _over_samples(torch.ops.attnfuse.tile_map, info, dims, args)
-    return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0)
-
-
-def _vmap_weights(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    return torch.stack(_over_samples(torch.ops.attnfuse.weights, info, dims, args)), 0
-
-
-def _vmap_gradients(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+def _vmap(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
     def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        grads = [torch.stack(column) for column in zip(*_over_samples(op, info, dims, args), strict=True)]
-        return grads, [0] * len(grads)
+        results = _over_samples(op, info, dims, args)
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        columns = [torch.stack(column) for column in zip(*results, strict=True)]
+        return (columns, [0] * len(columns)) if isinstance(results[0], list) else (tuple(columns), (0,) * len(columns))
 
     return rule
 
 
-torch.library.register_vmap("attnfuse::attention", _vmap, lib=_library)
-torch.library.register_vmap("attnfuse::tile_map", _vmap_tile_map, lib=_library)
-torch.library.register_vmap("attnfuse::attention_backward", _vmap_gradients(torch.ops.attnfuse.attention_backward), lib=_library)
-torch.library.register_vmap("attnfuse::weights", _vmap_weights, lib=_library)
-torch.library.register_vmap("attnfuse::weights_backward", _vmap_gradients(torch.ops.attnfuse.weights_backward), lib=_library)
+for _name in ("attention", "attention_backward", "weights", "weights_backward", "tile_map", "distance_table", "distance_table_backward"):
+    torch.library.register_vmap(f"attnfuse::{_name}", _vmap(getattr(torch.ops.attnfuse, _name)), lib=_library)
 
 
 # ---- arithmetic

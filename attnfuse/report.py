@@ -11,6 +11,7 @@ Invariant: every softmax-like node and attention call of a graph has exactly one
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import textwrap
@@ -22,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 from .program import depends, loads, show
 from .refusal import Refusal
 from .roofline import Kernel
-from .spec import AttentionSpec
+from .spec import AttentionSpec, dtype_of
 from .traffic import Call, Traffic, size
 
 if TYPE_CHECKING:
     from .codegen.tiles import Device
+    from .distances import Tabulated
 
 WIDTH = 116
 """Columns of the text."""
@@ -62,6 +64,7 @@ class Site:
         sizes, held: the integers of the call, in the order of the spec; the bytes of the distinct elements of its operands.
         weights: the meaning of the weights that are read elsewhere too, and computed by a kernel of their own.
         given: the calls that give them; empty where a length is symbolic.
+        tabulated: whether its call reads tables by distance (`distances`), which its meaning does not know.
     """
 
     rewritten: bool
@@ -80,6 +83,32 @@ class Site:
     held: tuple[int, ...] = ()
     weights: tuple[AttentionSpec, ...] = ()
     given: tuple[GivenWeights, ...] = ()
+    tabulated: bool = False
+
+    @property
+    def called(self) -> tuple[AttentionSpec, tuple[int, ...]] | None:
+        """The spec of its call, with the tables that it reads and without a map of its mask, and `held` for that; None where there is no spec."""
+        found = self._tabulated
+        if found is None:
+            return None if self.spec is None else (self.spec, self.held)
+        return found.spec, (*(self.held[n] for n in found.kept), *(count for _, _, count in self.tables)) if self.held else ()
+
+    @property
+    def _tabulated(self) -> Tabulated | None:
+        from .distances import tabulated
+        return tabulated(self.spec) if self.tabulated and self.spec is not None else None
+
+    @property
+    def tables(self) -> tuple[tuple[str, tuple[int, ...], int], ...]:
+        """(expression, lengths, bytes) of every table by distance that its call reads. Empty where a length is symbolic."""
+        found = self._tabulated
+        if found is None or self.spec is None or not self.held:
+            return ()
+        from .distances import shape
+        named = dict(zip(self.spec.size_names, self.sizes))
+        lengths = [tuple(shape(t, [named[n] for n in t.size_names])) for t in found.tables]
+        return tuple((show(t.program, {n: o.name for n, o in enumerate(t.operands)}), size_, math.prod(size_) * dtype_of(t.dtype).itemsize)
+                     for t, size_ in zip(found.tables, lengths, strict=True))
 
     @property
     def traffic(self) -> tuple[int, int] | None:
@@ -89,12 +118,13 @@ class Site:
     @property
     def reads(self) -> tuple[tuple[str, str, int], ...]:
         """What the kernel loads at every score, (name, index, bytes): what had no formula of fewer bytes. Everything else that the scores
-        depend on is computed, or lies along queries or keys. Empty where the site was not rewritten or a length is symbolic."""
-        if self.spec is None or not self.held:
+        depend on is computed, read from `tables`, or lies along queries or keys. Empty where the site was not rewritten or a length is symbolic."""
+        if self.called is None or not self.held:
             return ()
-        names = {n: o.name for n, o in enumerate(self.spec.operands)}
-        found = {x: None for e in (self.spec.score, self.spec.weight) for x in loads(e) if {"i", "j"} <= depends(x)}
-        return tuple((names[int(x.attr)], ", ".join(show(a, names) for a in x.args), self.held[int(x.attr)]) for x in found)  # type: ignore[arg-type]
+        (spec, held), first = self.called, len(self.called[0].operands) - len(self.tables)
+        names = {n: o.name for n, o in enumerate(spec.operands)}
+        found = {x: int(x.attr) for e in (spec.score, spec.weight) for x in loads(e) if {"i", "j"} <= depends(x)}  # type: ignore[arg-type]
+        return tuple((names[n], ", ".join(show(a, names) for a in x.args), held[n]) for x, n in found.items() if n < first)
 
     def to_dict(self) -> dict[str, Any]:
         """Values that JSON knows."""
@@ -104,7 +134,7 @@ class Site:
         return {"rewritten": self.rewritten, "reason": reason, "equation": self.equation, "module": self.module, "source": self.source,
                 "node": self.node, "graph": self.graph, "spec": None if self.spec is None else json.loads(self.spec.to_json()),
                 "weights": [json.loads(w.to_json()) for w in self.weights], "layer_hash": self.layer_hash, "notes": list(self.notes),
-                "reads": [list(r) for r in self.reads],
+                "reads": [list(r) for r in self.reads], "tables": [[text, list(lengths), count] for text, lengths, count in self.tables],
                 "traffic": None if self.traffic is None else dict(zip(("written", "fused"), self.traffic))}
 
 
@@ -316,6 +346,8 @@ def _lines(report: Report) -> list[str]:
         lines += _equation(number, equation)
         reads = dict.fromkeys(r for s in report.sites if s.equation == equation and s.rewritten for r in s.reads)
         lines += [f"     equation {number} loads {name}[{index}] at every score ({size(count)})" for name, index, count in reads]
+        tables = dict.fromkeys(t for s in report.sites if s.equation == equation and s.rewritten for t in s.tables)
+        lines += [f"     equation {number} reads {text} from a table by distance, {list(lengths)} ({size(count)})" for text, lengths, count in tables]
     lines += [f"  note: {text}" for text in dict.fromkeys(x for s in report.sites for x in s.notes)]
     lines += [f"  failure: {text}" for text in dict.fromkeys(report.failures)]
     return lines

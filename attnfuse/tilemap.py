@@ -127,8 +127,7 @@ def mapped(spec: AttentionSpec) -> Mapped | None:
 @functools.lru_cache(maxsize=4096)
 def masked(spec: AttentionSpec) -> Mapped | None:
     """The mask of a spec, with what `ranges` bounds; None where no condition kills scores."""
-    score = simplify(spec.score)
-    found = list(_conditions(score, spec))
+    score, found = simplify(spec.score), conditions(spec)
     if not found:
         return None
     full = simplify(functools.reduce(lambda a, b: apply("and", a, b), [x.full for x in found]))
@@ -140,6 +139,11 @@ def masked(spec: AttentionSpec) -> Mapped | None:
     return Mapped(mask, sources, inside, max(finite) / 2 if finite else -INF, bool(finite),
                   tuple(dict.fromkeys(int(x.attr) for x in floats)),  # type: ignore[arg-type]  # a load names its operand
                   any(x.dead.op == "le" for x in found if x.what.kind == "float"))
+
+
+def conditions(spec: AttentionSpec) -> tuple[Condition, ...]:
+    """What may kill scores, those that `ranges` bounds among them."""
+    return tuple(_conditions(simplify(spec.score), spec))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,6 +1,6 @@
 """Which attentions are to be timed before their kernels are chosen: those of models compiled with `Settings.autotune`, or all.
 
-    ask([site.spec for site in report.sites])        # the backend, for a model whose settings say so
+    ask([site.called[0] for site in report.sites])   # the backend, for a model whose settings say so
     asked(spec)                                      # the launcher, at the first call of a layout
 
 A setting of the context manager or the environment holds for every attention that first runs under it. A `settings=` argument holds for the

@@ -6,7 +6,8 @@ Each kernel owns what it writes, so that every run gives the same bits:
   which queries saw no allowed key;
 * keys (`backward_keys`): one program a tile of keys, looping over the queries that can see them: dK and dV;
 * queries (`backward_queries`): one program a tile of queries, looping over keys as forward does: dQ;
-* tiles (`backward_tiles`): one program a tile of scores, for the gradient of a bias that several sequences or heads share.
+* tiles (`backward_tiles`): one program a tile of scores, for the gradient of a bias that several sequences or heads share;
+* diagonals (`backward_diagonals`): one program a block diagonal of scores, for that of what is read by the distance of key and query.
 
 The weights are computed again: ``p = exp(score - maximum - log_sum)``. With dP = grad_out · valueᵀ taken through the weight
 program, dS = p · (dP - delta), and the score program's adjoint makes of it the gradient of the raw product and of every
@@ -33,7 +34,7 @@ from .writer import Writer
 
 RESERVED_BACKWARD = RESERVED + (
     "n_unseen n_behind n_cut entry do dp ds dk dv dq shift log_sum delta first_row scratch_row largest total mass o owner first last "
-    "last_n n_rows rows rest some_unseen q_base k_base v_base do_base grad_out_ptr grad_out_desc grad_q_ptr grad_k_ptr grad_v_ptr "
+    "last_n n_rows n_columns n_diagonals turn aside diagonal nearest first_m first_n n_steps in_tile rows rest some_unseen q_base k_base v_base do_base grad_out_ptr grad_out_desc grad_q_ptr grad_k_ptr grad_v_ptr "
     "shift_ptr shift_desc largest_ptr largest_desc log_sum_ptr log_sum_desc delta_ptr delta_desc unseen_ptr grad_out_stride_m "
     "grad_out_stride_e grad_q_stride_m grad_q_stride_d grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e weights_ptr "
     "weights_stride_m weights_stride_n").split()
@@ -201,7 +202,7 @@ class Recomputed(Forward):
 
     def _zero_sums(self, w: Writer, shape: str) -> None:
         for one, name in self.sums.items():
-            if level(one.node) != "tile" or self.job.kind == "tiles":
+            if level(one.node) != "tile" or self.job.kind in ("tiles", "diagonals"):
                 w.line(f"{name} = tl.zeros({shape}, tl.float32)")
 
     def _cast_between(self, name: str, have: str, want: str) -> str:
@@ -219,11 +220,13 @@ def emit(spec: AttentionSpec, plan: KernelPlan, job: Job) -> Kernel:
     Raises:
         Unsupported: an index map that no kernel can follow, or keys and values shared by different heads.
     """
+    from .backward_diagonals import Diagonals
     from .backward_keys import Keys
     from .backward_queries import Queries
     from .backward_rows import Rows
     from .backward_tiles import Tiles
     from .weights import Weights
 
-    writers: dict[str, type[Recomputed]] = {"rows": Rows, "queries": Queries, "keys": Keys, "tiles": Tiles, "weights": Weights}
+    writers: dict[str, type[Recomputed]] = {"rows": Rows, "queries": Queries, "keys": Keys, "tiles": Tiles, "diagonals": Diagonals,
+                                          "weights": Weights}
     return writers[job.kind](spec, plan, job).kernel()

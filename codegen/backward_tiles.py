@@ -5,7 +5,8 @@ loop around everything else and sums in registers, so the sum needs no atomics a
 """
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from ..program import depends, loads
 from .backward import Recomputed
@@ -17,7 +18,13 @@ from .writer import Writer
 
 
 class Tiles(Recomputed):
-    """One emission."""
+    """One emission.
+
+    Attributes:
+        mask: where gradients are added up; empty for everywhere, where what lies beyond the ends is not stored.
+    """
+
+    mask = ""
 
     def kernel(self) -> Kernel:
         """Write the tile first, then what it turned out to need, and put everything in order."""
@@ -34,15 +41,21 @@ class Tiles(Recomputed):
         body.extend([*which.lines, *self.still])
         with ExitStack() as stack:
             for name in self.job.walked:
-                axis, length = self.programs.axis(name), self.programs.size(name)
-                member = self.names.of(("member", name), f"member_{name}")
-                stack.enter_context(body.block(f"for {member} in range(0, {length}):"))
-                body.line(f"{axis} = tl.cast({member}, tl.int32)")
+                stack.enter_context(self._each(body, name))
             body.line(f"batch = {self._linear()}")
             for lines in (self.programs.scalars, bases.lines, self.programs.hoisted, tile.lines):
                 body.extend(lines)
         self._append(body, epilogue)
         return self._wrap(body)
+
+    @contextmanager
+    def _each(self, w: Writer, name: str) -> Iterator[None]:
+        """The loop over a batch axis that is walked."""
+        axis, length = self.programs.axis(name), self.programs.size(name)
+        member = self.names.of(("member", name), f"member_{name}")
+        with w.block(f"for {member} in range(0, {length}):"):
+            w.line(f"{axis} = tl.cast({member}, tl.int32)")
+            yield
 
     def _inputs(self) -> None:
         super()._inputs()
@@ -80,7 +93,7 @@ class Tiles(Recomputed):
         body, types, spec = Body(self.programs, masked=True), self.types, self.spec
         self.still = self._still(body)
         weights = self._weights(body, inside=False)
-        gradients = self._gradients(body, inside=False, mask="")
+        gradients = self._gradients(body, inside=False, mask=self.mask)
         query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))
         w.extend(body.moving)
         w.extend(self._rows([*self.chain.rows(False), *(["delta"] if self.job.slopes else [])], mask=True))

@@ -1,7 +1,7 @@
 """Gradients of tables that are read by the distance of key and query: summed along diagonals before they go to the table.
 
-A read such as ``table[bucket(j - i), head]`` has a gradient for every score, but only tokens + tokens - 1 different places. Adding
-T² elements to a small table one by one means sorting them; their sums along diagonals come from one pass over the matrix.
+A read such as ``table[bucket(j - i), head]`` has a gradient for every score, but only tokens + tokens - 1 different places. A kernel sums the
+tiles of scores along block diagonals (`backward_diagonals`); their own diagonals are summed here.
 """
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ import functools
 
 import torch
 
+from .. import distances
 from ..algebra import simplify
-from ..program import Expr, add, axis, const, loads, substitute
+from ..distances import QUERY
+from ..program import Expr, const, loads, substitute
 
-QUERY, KEY = axis("i"), axis("j")
 
-
-@functools.lru_cache(maxsize=512)
 def by_distance(index: tuple[Expr, ...]) -> bool:
-    """Whether a place stays the same when query and key move on together."""
-    moved = {QUERY: add(QUERY, const(1)), KEY: add(KEY, const(1))}
-    return all(simplify(substitute(x, moved)) == simplify(x) for x in index) and not any(loads(x) for x in index)
+    """Whether a place stays the same when query and key move on together, and is not itself read."""
+    return all(distances.by_distance(x) for x in index) and not any(loads(x) for x in index)
 
 
-def summed(values: torch.Tensor) -> torch.Tensor:
-    """Σ_i values[…, i, i + distance] for every distance from 1 - i's length to j's length - 1: (…, i, j) → (…, i + j - 1)."""
-    *kept, rows, columns = values.shape
-    width = rows + columns - 1
-    out = torch.empty(*kept, width, dtype=values.dtype, device=values.device)
-    # Each row one place further left than the one above: with a step of width - 1 diagonals stand in columns.
-    skewed = torch.zeros(rows * width, dtype=values.dtype, device=values.device)
-    place = skewed.as_strided((rows, columns), (width - 1, 1), rows - 1) if width > 1 else skewed.view(1, 1)
-    for one, sums in zip(values.reshape(-1, rows, columns), out.view(-1, width), strict=True):
-        place.copy_(one)
-        torch.sum(skewed.view(rows, width), 0, out=sums)
-    return out
+def count(rows: int, columns: int, block: int) -> int:
+    """How many block diagonals there are."""
+    return -(-rows // block) + -(-columns // block) - 1
+
+
+def gathered(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The sums along diagonals, (…, rows + columns - 1), from the least distance to the greatest, of a matrix whose tiles are summed along
+    block diagonals: (…, block diagonals, block, block)."""
+    block = tiles.shape[-1]
+    width = 2 * block - 1
+    # Each row one place further left than the one above, as in a matrix of rows that are one longer than they are read.
+    skewed = torch.nn.functional.pad(tiles.flip(-2), (0, block)).flatten(-2)[..., :block * width].unflatten(-1, (block, width)).sum(-2)
+    out = torch.nn.functional.pad(skewed[..., :block].flatten(-2), (0, block))
+    out[..., block:] += torch.nn.functional.pad(skewed[..., block:], (0, 1)).flatten(-2)
+    return out.narrow(-1, -(-rows // block) * block - rows, rows + columns - 1)
 
 
 @functools.lru_cache(maxsize=512)

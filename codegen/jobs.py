@@ -8,6 +8,7 @@ Besides queries, keys and values the tensors that the programs read have gradien
     (batch, j)         [batch…, j]                  the kernel of the keys, over queries
     (batch, i, j)      [batch…, i, j]               the kernel of the queries, which stores it tile by tile
     (some batch, i, j) [those batch axes…, i, j]    a kernel of tiles, which walks the other batch axes
+    (some batch, j - i) [those batch axes…, tiles]  a kernel of block diagonals, which walks the others and the tiles on its diagonal
 
 What the index does with its axes beyond that (a head of its own for every sequence, a table) is then summed by PyTorch.
 """
@@ -21,8 +22,9 @@ from typing import Literal
 from ..adjoint import ZERO, adjoint
 from ..program import Expr, depends, loads
 from ..spec import AttentionSpec
+from .diagonals import by_distance
 
-Kind = Literal["rows", "queries", "keys", "tiles", "weights"]
+Kind = Literal["rows", "queries", "keys", "tiles", "diagonals", "weights"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,11 @@ class Job:
     """What one kernel does.
 
     Attributes:
-        kind: what its programs own: rows that are prepared, tiles of queries, tiles of keys, tiles of scores; or, with no gradient at
-            all, tiles of queries whose weights are wanted.
+        kind: what its programs own: rows that are prepared, tiles of queries, tiles of keys, tiles of scores, block diagonals of scores;
+            or, with no gradient at all, tiles of queries whose weights are wanted.
         query, key, value: whose gradients it writes.
         captured: and the reads whose gradients it sums.
-        walked: the batch axes that each program of a kernel of tiles walks.
+        walked: the batch axes that each program of a kernel of tiles or diagonals walks.
     """
 
     kind: Kind
@@ -103,7 +105,7 @@ def captured(spec: AttentionSpec, needs: Sequence[bool]) -> tuple[Captured, ...]
 
 
 def axes_of(spec: AttentionSpec, one: Captured) -> tuple[str, ...]:
-    """The axes of the buffer that the kernels fill for a read."""
+    """The axes of the buffer that the kernels fill for a read, or of what becomes of the tiles that the kernel of diagonals stores."""
     own = one.axes
     if {"i", "j"} <= own:
         return (*(b for b in spec.batch if b in own), "i", "j")
@@ -118,13 +120,15 @@ def jobs(spec: AttentionSpec, sizes: Mapping[str, int], roles: frozenset[str], r
         spec, sizes: as of `launch.forward`, the sizes by name.
         roles, reads, terms: whose gradients are wanted: of ``query key value``, of captured reads, of extra terms of the normaliser.
     """
-    rows, columns, tiles = [], [], {}
+    rows, columns, tiles, diagonals = [], [], {}, {}
     for one in reads:
         if not {"i", "j"} <= one.axes:
             (columns if "j" in one.axes else rows).append(one)
             continue
         walked = tuple(b for b in spec.batch if b not in one.axes)
-        if all(sizes[b] == 1 for b in walked):
+        if by_distance(one.node.args):
+            diagonals.setdefault(walked, []).append(one)
+        elif all(sizes[b] == 1 for b in walked):
             rows.append(one)
         else:
             tiles.setdefault(walked, []).append(one)
@@ -134,4 +138,5 @@ def jobs(spec: AttentionSpec, sizes: Mapping[str, int], roles: frozenset[str], r
     if "query" in roles or rows:
         out.append(Job("queries", query="query" in roles, captured=tuple(rows)))
     out += [Job("tiles", captured=tuple(some), walked=walked) for walked, some in tiles.items()]
+    out += [Job("diagonals", captured=tuple(some), walked=walked) for walked, some in diagonals.items()]
     return (ROWS, *out) if out or terms else ()

@@ -25,6 +25,7 @@ from . import autotune, cache, header, launch
 from .arguments import Unsupported, number
 from .backward import emit
 from .chain import chain, flat, row_buffers, sweeps
+from .diagonals import count, gathered
 from .fallback import Steps
 from .jobs import Captured, Job, axes_of, captured, jobs
 from .owners import covers, owned, shared_axes
@@ -182,12 +183,13 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
 
 @dataclass
 class _Kernel:
-    """One kernel of a layout: the plans that are left, those to be timed, and, once one ran, what launches it."""
+    """One kernel of a layout: the plans that are left, those to be timed, and, once one ran, what launches it and its tile's queries."""
 
     job: Job
     steps: Steps
     tuned: Tuned | None = None
     bound: Bound | None = None
+    block: int = 0
 
 
 class _Backward:
@@ -200,6 +202,7 @@ class _Backward:
         self.spec, self.sizes, self.needs, self.task, self.call, self.device = spec, sizes, needs, wanted, call, device
         self.named = dict(zip(spec.size_names, sizes, strict=True))
         self.kernels = [_Kernel(job, Steps(list(plans[job])), (tuned or {}).get(job)) for job in wanted.jobs]
+        self.along = {c.label: kernel for kernel in self.kernels if kernel.job.kind == "diagonals" for c in kernel.job.captured}
         self.several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.rows = math.prod(self.named[b] for b in spec.batch)
         self.shapes = [shape for shape, _ in call.operands]
@@ -275,7 +278,11 @@ class _Backward:
         return place == [axis(a) for a in axes] and math.prod(shape) == math.prod(self.named[a] for a in axes) and self._alone(one.operand)
 
     def _place_read(self, one: Captured) -> None:
-        """The buffer of a captured read; tiles that the kernel of the queries skips stay zero."""
+        """The buffer of a captured read; tiles that the kernel of the queries skips stay zero. For block diagonals it suits every plan."""
+        along = self.along.get(one.label)
+        if along is not None:
+            plans = [*along.steps.plans, *(along.tuned[0] if along.tuned else ())]
+            return self._place(one.label, (max(math.prod(self._diagonal_tiles(along.job, p.block_m)) for p in plans),), torch.float32)
         dtype = self.dtypes[one.operand] if one.label in self.direct else torch.float32
         shape = tuple(self.named[a] for a in axes_of(self.spec, one))
         skips = {"i", "j"} <= one.axes and any(one in job.captured for job in self.task.jobs if job.kind == "queries")
@@ -286,12 +293,26 @@ class _Backward:
         return (*(r.name for r in self.task.roles if r.access.operand == number),
                 *(x.label for x in self.task.reads if x.operand == number and x.label in self.direct))
 
+    def _diagonal_tiles(self, job: Job, block: int) -> tuple[int, ...]:
+        """What a kernel of block diagonals stores for a read: (batch…, block diagonals, block, block)."""
+        kept = (self.named[b] for b in self.spec.batch if b not in job.walked)
+        return (*kept, count(self.named["i"], self.named["j"], block), block, block)
+
+    def _by_distance(self, label: str, buffer: torch.Tensor) -> torch.Tensor:
+        """What a kernel of block diagonals summed for a read, (batch…, distances)."""
+        kernel = self.along[label]
+        shape = self._diagonal_tiles(kernel.job, kernel.block)
+        return gathered(buffer[:math.prod(shape)].view(shape), self.named["i"], self.named["j"])
+
     def _sums(self, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
               seed: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """By operand, what captured reads and extra terms add up to, in float32."""
         total = {n: torch.zeros(self.shapes[n], dtype=torch.float32, device=self.device) for n in self.summed}
         for one in self.reads:
-            one.add(total[one.operand], tensors[one.label], operands, self.named)  # type: ignore[arg-type]  # allocated for every read
+            values = tensors[one.label]
+            if one.distances:
+                values = self._by_distance(one.label, values)  # type: ignore[arg-type]  # allocated for every read
+            one.add(total[one.operand], values, operands, self.named)  # type: ignore[arg-type]
         if self.task.terms:
             shape = [*(self.named[b] for b in self.spec.batch), self.named["i"]]
             delta = tensors["delta"][:, :self.named["i"]].reshape(shape)  # type: ignore[index]  # there is a row kernel
@@ -313,7 +334,7 @@ class _Backward:
         job = kernel.job
 
         def attempt(plan: KernelPlan, into: Mapping[object, torch.Tensor | None] = tensors) -> Bound:
-            bound = self._bind(job, plan, into, operands)
+            bound, kernel.block = self._bind(job, plan, into, operands), plan.block_m
             bound(into)
             return bound
 
@@ -342,7 +363,9 @@ class _Backward:
         return lambda now: call([now[p] for p in pointers])
 
     def _programs(self, job: Job, plan: KernelPlan) -> int:
-        """How many programs a kernel takes: one a tile, of queries, of keys (for all heads that share them) or of scores."""
+        """How many programs a kernel takes: one a tile, of queries, of keys (for all heads that share them) or of scores, or a block diagonal."""
+        if job.kind == "diagonals":
+            return math.prod(self._diagonal_tiles(job, plan.block_m)[:-2])
         queries, keys = math.ceil(self.named["i"] / plan.block_m), math.ceil(self.named["j"] / plan.block_n)
         if job.kind == "tiles":
             return queries * keys * math.prod(self.named[b] for b in self.spec.batch if b not in job.walked)

@@ -30,7 +30,7 @@ _THREE_BLOCKS = 168
 def _table(spec: AttentionSpec, device: Device, kind: Kind) -> Table:
     if any(t not in HALF for t in _dtypes(spec)):
         return tables.BACKWARD_FLOAT32
-    if kind == "tiles":
+    if kind in ("tiles", "diagonals"):
         return tables.TILES_HOPPER if device.asynchronous else tables.TILES_AMPERE
     if device.asynchronous:
         return tables.KEYS_HOPPER if kind == "keys" else tables.QUERIES_HOPPER
@@ -65,6 +65,8 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     if table is tables.QUERIES_HOPPER and not analyse(spec).bounds and spec.tiles is None and (limit == 64 or gathers(spec) or not tile_loads(spec)):
         shapes.insert(0, tables.QUERIES_FULL[limit])
     shapes = list(within_map(spec, shapes))
+    if job.kind == "diagonals":
+        shapes = [s for s in shapes if s[0] == s[1]]
     if gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
         shapes = shapes[1:]             # addresses that are read, and masks of the depth, fill registers
     listed = [plan for shape in dict.fromkeys(shapes) if space.fits((plan := _plan(spec, request, device, work, shape, job, ())).shared, device)]
@@ -77,7 +79,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
 def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Work:
     """What a kernel does with a tile, for the resource model."""
     width = _LEAST_WIDTH if device.asynchronous else 16
-    kind: Sweep = "queries" if job.kind in ("rows", "weights") else job.kind
+    kind: Sweep = "queries" if job.kind in ("rows", "weights") else "tiles" if job.kind == "diagonals" else job.kind
     stores = 4 * sum({"i", "j"} <= c.axes for c in job.captured) if kind == "queries" else 0
     return work_of(spec, request, kind, max(padded(request.depth), width), max(padded(request.value_depth), width), _dtypes(spec), stores)
 
@@ -107,6 +109,8 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, work: Work, sha
     if described:
         reasons = (*reasons, f"tiles of {', '.join(described)} are fetched by descriptors")
     shared, registers = space.memory_of(work, tile, bool(described), device), space.pressure(work, tile, bool(described), device)
+    if job.kind == "diagonals" and device.unit == "wgmma":
+        shared += 4 * block_m * block_n         # what was read at the scores may wait beside queries and keys for their product
     most = 0
     if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and max(work.block_d, work.block_e) <= 64 and not _is_padded(request, work):
         most = _THREE_BLOCKS

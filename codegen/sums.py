@@ -1,6 +1,6 @@
 """From the buffer of a captured read, which kernels wrote, to the gradient of its tensor: what falls on one element adds up.
 
-    table[j - i + 7, b1]        buffer [b0, b1, i, j]  →  sums along diagonals [b0, b1, i + j - 1]  →  += into [15, heads]
+    table[j - i + 7, b1]        buffer [b1, tiles]     →  sums along diagonals [b1, i + j - 1]  →  += into [15, heads]
     slopes[b1]                  buffer [b0, b1, i]     →  += into [heads]
 """
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from ..elements import Elements, Strides
 from ..program import Expr
 from ..spec import AttentionSpec
-from .diagonals import at_distance, by_distance, summed
+from .diagonals import at_distance, by_distance
 from .jobs import Captured, axes_of
 
 
@@ -24,7 +24,7 @@ class Read:
     Attributes:
         label, operand: the name of the buffer and the number of the tensor.
         index, box, axes: where it goes, as of `Elements.add`.
-        distances: whether its diagonals are summed first.
+        distances: whether it is summed along diagonals first.
         view: the same place as a view of the tensor; None where its elements have to be scattered.
     """
 
@@ -49,8 +49,7 @@ class Read:
         return Read(one.label, one.operand, index, box, axes, distances, view)
 
     def add(self, into: torch.Tensor, values: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> None:
-        """Add the buffer to a contiguous tensor of the operand's shape."""
-        values = summed(values) if self.distances else values
+        """Add the buffer, or its sums along diagonals, to a contiguous tensor of the operand's shape."""
         if self.view is None:
             Elements(operands, sizes, into.device).add(into, self.index, self.box, self.axes, values)
         else:

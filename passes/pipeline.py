@@ -26,6 +26,7 @@ from ..refusal import Reason, Refusal, Refused
 from ..report import PassRecord, Report, Site
 from ..settings import Settings
 from ..spec import AttentionSpec
+from ..tilemap import without
 from . import nodes, verify
 from .assemble import Lifted, assemble
 from .distribute import distribute, sums
@@ -57,6 +58,7 @@ class State:
     replaced: dict[Node, Node] = field(default_factory=dict)            # products and weights → what stands for them
     given: dict[Node, Node] = field(default_factory=dict)               # weights that are read elsewhere → what stood for them first
     made: list[Node] = field(default_factory=list)                      # what was spliced in
+    tabulated: set[Node] = field(default_factory=set)                   # of `regions`, those whose calls read tables by distance
     failures: list[str] = field(default_factory=list)
     known: dict[str, Lifted | Refusal] = field(default_factory=dict)
     measured: dict[str, Measured | None] = field(default_factory=dict)  # by the text of a slice
@@ -237,9 +239,14 @@ def _splice(state: State, key: Node) -> None:
         # Later nodes are told by the memory of the tensor that they were traced with.
         new.meta.update({k: old.meta[k] for k in ("example_value", "val") if k in old.meta})
         state.given.setdefault(old, new)
-    state.made += [n for n in state.gm.graph.nodes if n not in before]
+    made = [n for n in state.gm.graph.nodes if n not in before]
+    state.made += made
     state.done.append(region)
-    origin.note(lifted.spec, nodes.module_path(region.candidate.anchor), nodes.source_line(region.candidate.anchor))
+    called = next(without(AttentionSpec.from_json(str(n.args[-1]))) for n in made if n.target is torch.ops.attnfuse.attention.default)
+    if called != lifted.spec:
+        state.tabulated.add(key)
+    for spec in (lifted.spec, called):
+        origin.note(spec, nodes.module_path(region.candidate.anchor), nodes.source_line(region.candidate.anchor))
 
 
 def _separate(state: State) -> str:
@@ -339,7 +346,7 @@ def _sites(state: State) -> list[Site]:
             module=nodes.module_path(c.anchor), source=nodes.source_line(c.anchor), node=c.anchor.name, spec=lifted.spec if lifted else None,
             layer_hash=sha256(region.text.encode()).hexdigest()[:8] if region else "", written=measured.calls if measured else (),
             sizes=measured.sizes if measured else (), held=measured.held if measured else (), weights=weights,
-            given=tuple(measured.weights[n] for n in given) if measured else ()))
+            given=tuple(measured.weights[n] for n in given) if measured else (), tabulated=key in state.tabulated))
     return out
 
 

@@ -20,6 +20,7 @@ from ..refusal import Reason, Refused
 from ..settings import Settings
 from . import nodes
 from .assemble import Lifted
+from .distance import tabulate
 from .operands import Call
 from .region import GraphFacts, Region
 from .tiles import attach
@@ -44,7 +45,8 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts, 
         maker = _Maker(graph, local, region.product, at)
         operands, sizes = maker.arguments(lifted.call)
         seed = _seed(graph, operands[0]) if lifted.spec.dropouts else None
-        spec, operands = attach(graph, lifted.spec, operands, sizes, at, region.product, settings, _call)
+        spec, operands = tabulate(graph, lifted.spec, operands, sizes, at, region.product, _call)
+        spec, operands = attach(graph, spec, operands, sizes, at, region.product, settings, _call)
         call = _call(graph, torch.ops.attnfuse.attention.default, (operands, sizes, seed, spec.to_json()), region.product)
         out = maker.shaped(_call(graph, operator.getitem, (call, 0), region.product), lifted.permutation, None)
         out.meta["attnfuse"] = call.meta["attnfuse"] = lifted.spec.digest()
@@ -53,7 +55,8 @@ def replace(gm: GraphModule, region: Region, lifted: Lifted, facts: GraphFacts, 
         for one in lifted.weights:
             operands, sizes = maker.arguments(one.call)
             drawn = seed if one.call.spec.dropouts else None
-            made = _call(graph, torch.ops.attnfuse.weights.default, (operands, stats, sizes, drawn, one.call.spec.to_json()), whole[one.node])
+            spec, operands = tabulate(graph, one.call.spec, operands, sizes, at, region.product, _call)
+            made = _call(graph, torch.ops.attnfuse.weights.default, (operands, stats, sizes, drawn, spec.to_json()), whole[one.node])
             pairs.append((whole[one.node], maker.shaped(made, one.permutation, one.shape)))
             made.meta["attnfuse"] = one.call.spec.digest()
     return pairs

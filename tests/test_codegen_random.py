@@ -48,7 +48,8 @@ def arrange(seed: int, patch: pytest.MonkeyPatch) -> None:
         candidates = module.candidates
 
         def small(*args: object, candidates=candidates) -> tuple[KernelPlan, ...]:
-            return candidates(*args) if hopper else tuple(replace(p, block_m=m, block_n=n) for p in candidates(*args))
+            return candidates(*args) if hopper else tuple(
+                replace(p, block_m=m, block_n=m if getattr(args[-1], "kind", "") == "diagonals" else n) for p in candidates(*args))
 
         patch.setattr(module, "candidates", small)
     scratch, allocate = launch_backward._scratch, launch._allocate

@@ -18,6 +18,7 @@ CALLS = {
     "documents": lambda s, at, keep, ids, p: torch.where(ids[:, None, :, None] == ids[:, None, None, :], s, -torch.inf),
     "alibi": lambda s, at, keep, ids, p: s + p[:, None, None] * (at - at[:, None]),
     "row and column biases": lambda s, at, keep, ids, p: s + (p[:, None] * at)[:, :, None] + (p[:, None] * at)[:, None],
+    "by distance": lambda s, at, keep, ids, p: s - p[:, None, None] * torch.log1p((at - at[:, None]).abs()),
     "tril": lambda s, at, keep, ids, p: s.masked_fill(torch.ones(LENGTH, LENGTH).tril() == 0, -1e9),
     "several": lambda s, at, keep, ids, p: (30 * torch.tanh(s / 30) + p[:, None, None] * (at - at[:, None]).abs()).masked_fill(
         ~((at <= at[:, None]) & keep[:, None, None] & (ids[:, None, :, None] == ids[:, None, None, :])), -torch.inf),

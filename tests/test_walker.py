@@ -397,3 +397,21 @@ def test_products_over_shared_heads() -> None:
     for keep in ([2, 3, 4], [2, 3, 1], [1, 3, 1], [2, 1, 4], [1, 1, 1]):
         whole = a.transpose(-1, -2) @ c
         torch.testing.assert_close(contract(a, c, keep), whole.sum_to_size([*keep, 6, 7]))
+
+
+@pytest.mark.parametrize("box", [{"b": (0, 3), "i": (0, 5), "j": (0, 4)}, {"b": (1, 3), "i": (2, 5), "j": (1, 2)}, {"b": (0, 1), "i": (4, 5), "j": (0, 4)}])
+def test_what_is_read_backwards(box: dict[str, tuple[int, int]]) -> None:
+    """Strides are not negative: a rectangle whose axis runs down is a copy for reading, and none to add to."""
+    i, j, b = axis("i"), axis("j"), axis("b")
+    table, sizes = torch.randn(3, 16)[:, ::2], {"b": 3, "i": 5, "j": 4}
+    at = {a: torch.arange(*box[a]) for a in box}
+    for place, row in ((apply("add", apply("sub", j, i), const(4)), at["j"] - at["i"][:, None] + 4), (apply("sub", const(4), i), (4 - at["i"])[:, None])):
+        elements = Elements([table], sizes, torch.device("cpu"))
+        got = elements.read(0, (b, place), box, ("b", "i", "j"))
+        want = table[at["b"][:, None, None], row]
+        assert torch.equal(got, want) and not got._is_view()
+        into, exact = torch.zeros(3, 8), torch.zeros(3, 8)
+        values = torch.randn(len(at["b"]), len(at["i"]), len(at["j"]))
+        elements.add(into, (b, place), box, ("b", "i", "j"), values)
+        exact.index_put_((at["b"][:, None, None], row), values.sum_to_size(want.shape), accumulate=True)
+        torch.testing.assert_close(into, exact)
