@@ -479,7 +479,7 @@ def test_kernels_that_make_maps_compile(target: tuple[str, int | str]) -> None:
         kernel, module = tile_map.emit(found.mask, wide), tile_map._module(found.mask, wide)
         types = {p.name: kinds[found.mask.operands[p.operand].dtype] if isinstance(p.operand, int) else "*i8" for p in kernel.pointers}
         types |= {a.name: "i32" for a in kernel.integers} | {n: "constexpr" for n, _ in kernel.constants}
-        lists = {"bits_ptr": "*i8", "lists_ptr": "*i32", "CHUNK": "constexpr"}
+        lists = {"bits_ptr": "*i8", "rows_ptr": "*i32", "columns_ptr": "*i32", "CHUNK": "constexpr"}
         for function, signature, constants in ((getattr(module, kernel.name), types, dict(kernel.constants)), (module.list_tiles, lists, {"CHUNK": 128})):
             whole = {n: signature.get(n, "i32") for n in function.arg_names}
             made = build(ASTSource(fn=function, signature=whole, constexprs=constants), target=GPUTarget(*target, lanes), options={"num_warps": 4})
