@@ -18,6 +18,8 @@ from .emission import Emission
 from .writer import Writer
 
 Side = Literal["rows", "columns"]
+CUT_STAGES = 1
+"""Buffers of the loop over tiles that a mask cuts."""
 
 
 def cut(emission: Emission, start: str, stop: str) -> str:
@@ -25,7 +27,7 @@ def cut(emission: Emission, start: str, stop: str) -> str:
     most of all tiles."""
     found = mapped(emission.spec)
     assert found is not None        # `ranges_of` has made sure
-    return f"for step in range({start}, {stop}):" if found.dense else f"for step in tl.range({start}, {stop}, num_stages=1):"
+    return f"for step in range({start}, {stop}):" if found.dense else f"for step in tl.range({start}, {stop}, num_stages={CUT_STAGES}):"
 
 
 def parts(block: int) -> int:
