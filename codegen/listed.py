@@ -18,7 +18,7 @@ from .emission import Emission
 from .writer import Writer
 
 Side = Literal["rows", "columns"]
-CUT_STAGES = 1
+CUT_STAGES = 2
 """Buffers of the loop over tiles that a mask cuts."""
 
 

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch.utils.flop_counter import flop_registry
+
 import attnfuse
-from attnfuse import roofline
+from attnfuse import counting, roofline
 from attnfuse.codegen import predict
 from attnfuse.codegen.devices import CARDS, device, rates
 from attnfuse.codegen.plan import Request
@@ -376,3 +378,17 @@ def test_lengths_of_zero() -> None:
         q, k, v = torch.randn(3, 1, 2, tokens, 8)
         optimised(q, k, v)
         assert (counted(lambda: optimised(q, k, v)).total == 0) == (tokens == 0)
+
+
+def test_flops_of_heads_that_share_keys_where_pytorch_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11's formula wants a key for every head and asserts it."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    real = flop_registry[op]
+
+    def strict(query: Tensor, key: Tensor, value: Tensor, *args: object, **rest: object) -> int:
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        return real(query, key, value, *args, **rest)
+
+    monkeypatch.setitem(flop_registry, op, strict)
+    q, k = (torch.empty(2, h, 16, 4, device="meta") for h in (8, 2))
+    assert counting._flops(op.default, (q, k, k), {}, q) == counting._flops(op.default, (q, q, q), {}, q) == 2 * 2 * 2 * 8 * 16 * 16 * 4
