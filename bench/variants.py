@@ -7,7 +7,8 @@ backward: gradients of queries, keys, values and of what a variant learns. Batch
 a line a measurement and writes variants.csv after each variant, so that what was measured stays if the run is cut off, and
 variants.png where matplotlib is there.
 
-A column for each way: ms (median) and peak memory beyond the inputs, MiB; ratios of the peers' times to attnfuse's; the error of
+A column for each way: ms (median) and peak memory beyond the inputs, MiB; ratios of the peers' times to attnfuse's; for attnfuse and
+FlexAttention the time of their kernels alone, which a slow host does not change (`_kernels_ms`); the error of
 attnfuse and of FlexAttention against the plain code in float64 on two heads (of the result, or the largest of the gradients'); why a way failed.
 FlexAttention's block mask is made beforehand, as in a model that makes one for all of its layers, and its time stands apart in `flex_mask_ms`;
 attnfuse's map of tiles is made within every call. `--max-autotune` adds `flex_max`, compiled with "max-autotune-no-cudagraphs".
@@ -28,7 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.profiler import ProfilerActivity, profile
 
 import attnfuse
 from bench import flex_forms as forms
@@ -193,6 +196,15 @@ def median_ms(call: Callable[[], Any], setup: Setup) -> float:
     return statistics.median(times)
 
 
+def kernels_ms(call: Callable[[], Any], times: int = 10) -> float:
+    """The time that the kernels of a call take on the device, summed, the mean of some calls."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+    return sum(e.device_time for e in seen.events() if e.device_type == DeviceType.CUDA) / times / 1e3
+
+
 def attempt(row: dict[str, Any], way: str, call: Callable[[], dict[str, Tensor]], exact: dict[str, Tensor], setup: Setup) -> None:
     """Put a way's time, memory and error into the row, or why there are none: a peer that fails must not end the run."""
     try:
@@ -202,6 +214,8 @@ def attempt(row: dict[str, Any], way: str, call: Callable[[], dict[str, Tensor]]
         row[f"{way}_ms"] = round(median_ms(call, setup), 4)
         if setup.device == "cuda":
             row[f"{way}_MiB"] = round(extra_memory(call), 1)
+            if way != "inductor" and row[f"{way}_ms"] < SLOW:
+                row[f"{way}_kernels_ms"] = round(kernels_ms(call), 4)
     except Exception as problem:
         row["why"] = "; ".join(x for x in (row.get("why"), f"{way}: {reason(problem)}") if x)
 
