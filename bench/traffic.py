@@ -36,8 +36,9 @@ from bench.common import RESULTS, header, save
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 BETWEEN = "spin_kernel"
 """What `torch.cuda._sleep` runs: it stands between two ways in the profiler's list."""
-KERNELS = {"attnfuse::attention": "attention_", "attnfuse::attention_backward (rows)": "attention_backward_rows",
-           "attnfuse::attention_backward (keys)": "attention_backward_keys", "attnfuse::attention_backward (queries)": "attention_backward_queries"}
+KERNELS = {"attnfuse::attention": "attention_forward", "attnfuse::attention_backward (rows)": "attention_backward_rows",
+           "attnfuse::attention_backward (keys)": "attention_backward_keys", "attnfuse::attention_backward (queries)": "attention_backward_queries",
+           "attnfuse::attention_backward (tiles)": "attention_backward_tiles", "attnfuse::attention_backward (diagonals)": "attention_backward_diagonals"}
 """How the names of generated functions begin, by what is predicted; the longest that fits counts."""
 WAYS = ("eager", "sdpa", "attnfuse")
 

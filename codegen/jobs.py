@@ -67,8 +67,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        """``keys_values_padding``: the gradients that it writes."""
-        roles = [n for n, there in (("rows", self.kind == "rows"), ("queries", self.query), ("keys", self.key), ("values", self.value)) if there]
+        """``keys_values_padding``, ``tiles_bias``: the gradients that it writes, and what its programs own where that does not say it."""
+        roles = [self.kind] if self.kind in ("rows", "tiles", "diagonals") else []
+        roles += [n for n, there in (("queries", self.query), ("keys", self.key), ("values", self.value)) if there]
         return "_".join([*roles, *(c.label.removeprefix("grad_") for c in self.captured)])
 
     @property

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..spec import AttentionSpec, dtype_of
 from . import plan as kernel_plan
 from . import plan_backward, plan_forward
+from .diagonals import count
 from .estimate import Work, cycles
 from .header import request_of, visited
-from .jobs import Job
+from .jobs import Captured, Job, axes_of, captured, jobs
 from .plan import KernelPlan, Request
 from .reads import dense, dense_uneven
 from .tiles import Device, work
@@ -116,38 +117,54 @@ def weights(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], dev
 
 def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], needs: Sequence[bool], device: Device,
              plans: Mapping[str, KernelPlan] | None = None) -> tuple[Prediction, ...]:
-    """The kernels of the backward pass of a call: that of the rows, of the keys and of the queries; captured reads ride along.
+    """The kernels of the backward pass of a call: that of the rows, of the keys, of the queries, and those of tiles and of block diagonals for
+    what is read at (i, j) and shared by attentions.
 
-    Args: as of `forward`; `needs` names the operands whose gradients are wanted, `plans` those by kernel (``keys``, ``queries``) that
+    Args: as of `forward`; `needs` names the operands whose gradients are wanted, `plans` those by kernel (``keys``, ``queries`` …) that
         are not the preferred ones.
 
     Raises:
-        ValueError: as of `forward`.
+        ValueError: as of `forward`, or an operation without a derivative.
     """
     request = assumed(spec, sizes, device)
-    query, key, value = (needs[a.operand] for a in (spec.query, spec.key, spec.value))
-    captured = sum(held[n] for n in spec.captured if needs[n])
+    roles = frozenset(r for r in ("query", "key", "value") if needs[getattr(spec, r).operand])
     result, row = _result(spec, sizes), _statistics(spec, sizes)
-    read = sum(held) + result + row                     # of the two larger kernels: operands, grad_out, what is known of a row
     streamed = _time(device, 0, 2 * result + 2 * row)
     out = [Prediction("rows", 2 * result + 2 * row, row, 2 * result + 2 * row, 0, 0, 0.0, streamed, expected=streamed)]
-    if key or value:
-        job = Job("keys", key=key, value=value)
-        plan = (plans or {}).get("keys") or plan_backward.candidates(spec, request, device, job)[0]
-        work_ = plan_backward.work_for(spec, request, device, job)
-        swept = _once(spec, held, ("query",)) + result + row
-        written = _once(spec, held, [r for r, wanted in (("key", key), ("value", value)) if wanted])
-        out.append(_predict("keys", plan, spec, request, device, work_, read - swept, written, swept, math.ceil(sizes["j"] / plan.block_n),
-                            visited(spec, sizes, plan.block_m), 1 + (key + value) / 2))
-    if query or captured:
-        job = Job("queries", query=query)
-        plan = (plans or {}).get("queries") or plan_backward.candidates(spec, request, device, job)[0]
-        work_ = plan_backward.work_for(spec, request, device, job)
-        swept = _once(spec, held, ("key", "value"))
-        written = _once(spec, held, ("query",)) * query + captured
-        out.append(_predict("queries", plan, spec, request, device, work_, read - swept, written, swept, math.ceil(sizes["i"] / plan.block_m),
-                            visited(spec, sizes, plan.block_m), 1 + query / 2))
+    for job in jobs(spec, sizes, roles, captured(spec, needs), False)[1:]:
+        plan = (plans or {}).get(job.kind) or plan_backward.candidates(spec, request, device, job)[0]
+        out.append(_backward(job, plan, spec, sizes, held, request, device))
     return tuple(out) if len(out) > 1 else ()
+
+
+def _backward(job: Job, plan: KernelPlan, spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], request: Request,
+              device: Device) -> Prediction:
+    """One of them that walks tiles."""
+    rows, columns = math.ceil(sizes["i"] / plan.block_m), math.ceil(sizes["j"] / plan.block_n)
+    own_rows = _once(spec, held, ("query",)) + _result(spec, sizes) + _statistics(spec, sizes)      # grad_out, and what is known of a row
+    own_keys, read = _once(spec, held, ("key", "value")), sum(held) + _result(spec, sizes) + _statistics(spec, sizes)
+    written = _once(spec, held, [r for r, wanted in (("query", job.query), ("key", job.key), ("value", job.value)) if wanted])
+    written += sum(_buffer(spec, sizes, held, job, one, plan.block_m) for one in job.captured)
+    work_, share = plan_backward.work_for(spec, request, device, job), visited(spec, sizes, plan.block_m)
+    predicted = lambda swept, tiles, products: _predict(job.kind, plan, spec, request, device, work_, read - swept, written, swept, tiles, share, products)
+    if job.kind == "keys":
+        return predicted(own_rows, columns, 1 + (job.key + job.value) / 2)
+    if job.kind == "queries":
+        return predicted(own_keys, rows, 1 + job.query / 2)
+    # A tile takes its own rows and keys, of every attention that is walked.
+    programs = rows * columns if job.kind == "tiles" else rows + columns - 1
+    programs *= math.prod(sizes[b] for b in spec.batch if b not in job.walked)
+    found = predicted(own_rows + own_keys, max(1, math.ceil(programs / max(request.batch, 1))), 1.0)
+    return replace(found, most=max(found.moved, read + written + int(share * (own_rows * columns + own_keys * rows))), programs=programs)
+
+
+def _buffer(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], job: Job, one: Captured, block: int) -> int:
+    """Bytes that a kernel writes for a captured read: of the tensor's own dtype where that is its gradient, else of float32."""
+    if job.kind == "diagonals":
+        return 4 * math.prod(sizes[b] for b in spec.batch if b not in job.walked) * count(sizes["i"], sizes["j"], block) * block ** 2
+    elements = math.prod(sizes[a] for a in axes_of(spec, one))
+    whole = held[one.operand]
+    return whole if elements * dtype_of(spec.operands[one.operand].dtype).itemsize == whole else 4 * elements
 
 
 # ---- parts

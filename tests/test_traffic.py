@@ -25,7 +25,7 @@ from attnfuse.counting import distinct_bytes
 from attnfuse.traffic import size
 from bench.headline import attention
 from tests.conftest import Attention, Stack
-from tests.specs import BY_NAME
+from tests.specs import BY_NAME, Shape
 
 N = 4 * 8 * 16          # bytes of a [8, 16] float32
 
@@ -392,3 +392,21 @@ def test_flops_of_heads_that_share_keys_where_pytorch_knows_none(monkeypatch: py
     monkeypatch.setitem(flop_registry, op, strict)
     q, k = (torch.empty(2, h, 16, 4, device="meta") for h in (8, 2))
     assert counting._flops(op.default, (q, k, k), {}, q) == counting._flops(op.default, (q, q, q), {}, q) == 2 * 2 * 2 * 8 * 16 * 16 * 4
+
+
+def test_every_backward_kernel_is_predicted() -> None:
+    """What attentions share at (i, j) has a kernel of its own: of tiles, or of block diagonals, whose results are linear in the length."""
+    card = device("h200")
+
+    def kinds(name: str, length: int) -> dict[str, int]:
+        case = BY_NAME[name]
+        operands, sizes = case.inputs(Shape((4, 2), length, length, 64, 64), torch.bfloat16, 0)
+        spec = case.spec("bfloat16")
+        held, needs = [distinct_bytes([t]) for t in operands], [t.is_floating_point() for t in operands]
+        return {p.name: p.written for p in predict.backward(spec, dict(zip(spec.size_names, sizes, strict=True)), held, needs, card)}
+
+    assert list(kinds("plain", 512)) == ["rows", "keys", "queries"] == list(kinds("bias", 512))
+    assert kinds("bias", 512)["queries"] == 8 * 512 * 64 * 2 + 8 * 512 * 512 * 2
+    assert kinds("bias_per_head", 512)["tiles"] == 2 * 512 * 512 * 4
+    short, long = (kinds("wrapping_index", n)["diagonals"] for n in (512, 1024))
+    assert 1.9 < long / short < 2.2
