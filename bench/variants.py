@@ -202,7 +202,7 @@ def kernels_ms(call: Callable[[], Any], times: int = 10) -> float:
         for _ in range(times):
             call()
         torch.cuda.synchronize()
-    return sum(e.device_time for e in seen.events() if e.device_type == DeviceType.CUDA) / times / 1e3
+    return sum(e.device_time for e in seen.events() or () if e.device_type == DeviceType.CUDA) / times / 1e3
 
 
 def attempt(row: dict[str, Any], way: str, call: Callable[[], dict[str, Tensor]], exact: dict[str, Tensor], setup: Setup) -> None:
