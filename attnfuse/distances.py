@@ -294,4 +294,5 @@ def _add(into: torch.Tensor, places: Sequence[torch.Tensor], values: torch.Tenso
         into.add_(values.sum())
         return
     lengths = torch.broadcast_shapes(*(p.shape for p in places))
-    into.index_put_(tuple(places), values.sum_to_size([1] * (values.dim() - len(lengths)) + list(lengths)), accumulate=True)
+    summed = values.sum_to_size([1] * (values.dim() - len(lengths)) + list(lengths))
+    into.index_put_(tuple(places), summed.reshape(lengths), accumulate=True)     # a place that no axis moves is one number

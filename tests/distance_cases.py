@@ -50,6 +50,7 @@ TABULATED = (
          captured=(SLOPES, RATES)),
     Case("wave", add(SCALED, apply("cos", mul(const(0.1), floats(DISTANCE))))),
     Case("gate", SCALED, mul(WEIGHT, apply("exp", mul(load(3, (b1,), "float"), floats(apply("neg", FAR))))), captured=(RATES,)),
+    Case("of_a_number", minus(SCALED, apply("log1p", mul(load(3, (const(1),), "float"), floats(FAR)))), captured=(RATES,)),
     Case("two", add(add(SCALED, t5(3)), mul(load(4, (b1,), "float"), apply("sqrt", floats(FAR)))), captured=(BUCKETS, RATES)),
 )
 """What gets a table."""
