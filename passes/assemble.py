@@ -63,17 +63,18 @@ def assemble(region: Region, values: list[Value | None], least: dict[str, int], 
     if out is None:
         raise Refused(Reason.FAILED, region.product.name, "lift", "the product is not a tensor")
     algebra = Algebra({f"x{k}": s for k, s in enumerate(out.shape)}, least)
+    wide = out.dtype == torch.float64
     try:
-        lift = Lift(algebra)
+        lift = Lift(algebra, wide=wide)
         parts = pull(lift, out)
         main = main_dot(parts)
         others = {v.number for n, (v, _, _) in enumerate(lift.dots) if n != main} - {lift.dots[main][0].number}
-        lift = Lift(algebra, opaque=others)
+        lift = Lift(algebra, opaque=others, wide=wide)
         parts = pull(lift, out)
         main = main_dot(parts)
         key, _ = sides(parts, main)
         i = query_axis(parts, key, out)
-        priced = Lift(algebra, opaque=others, price=(i, "j"))
+        priced = Lift(algebra, opaque=others, price=(i, "j"), wide=wide)
         parts = pull(priced, out)
         main = main_dot(parts)
         key, query = sides(parts, main)

@@ -72,6 +72,7 @@ class Lift:
     values: dict[int, Value] = field(default_factory=dict)
     unread: dict[int, str] = field(default_factory=dict)
     streams: list[tuple[int, Index]] = field(default_factory=list)
+    wide: bool = False               # the scores are float64: float32 rounds, and float64 does not
     _rounds: dict[int, bool] = field(default_factory=dict)
     _memo: dict[tuple[int, Index], Expr] = field(default_factory=dict)
     _fresh: int = 0
@@ -171,7 +172,7 @@ class Lift:
         """Whether a tensor is computed through one of these dtypes (what is loaded is what it is, unless it is too wide)."""
         if value.number not in self._rounds:
             call = None if value.number in self.opaque else value.call
-            found = value.dtype == torch.float64
+            found = value.dtype == torch.float64 and not self.wide
             if call is not None and not found:
                 inside = [a for a in tree_leaves((call.args, call.kwargs)) if isinstance(a, Value)]
                 found = value.dtype in dtypes and call.target not in VIEWS or any(self.rounds(a, dtypes) for a in inside)

@@ -158,6 +158,7 @@ def _clamp(lift: Lift, value: Value, call: Call, index: Index) -> Expr:
 # ---- comparisons, logic, choice
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.float64)
+_ROUNDED_BESIDE_64 = (torch.float16, torch.bfloat16, torch.float32)
 _EXACT = 256
 """Integers up to here are themselves in every float dtype."""
 
@@ -173,7 +174,7 @@ def _decides(lift: Lift, value: Any, x: Expr, other: Expr | None) -> None:
     """
     if not isinstance(value, Value) or x.kind != "float" or x.op == "const" or {"dot", "weight", "sum", "maximum"} & _parts(x):
         return
-    if not lift.rounds(value, _ROUNDED):
+    if not lift.rounds(value, _ROUNDED_BESIDE_64 if lift.wide else _ROUNDED):
         return
     varying = {n for n in walk(x) if n.op in ("load", "axis", "size")} - {a for n in loads(x) for i in n.args for a in walk(i)}
     whole = all(n.kind != "float" or n.op in ("add", "sub", "neg", "float") or n.op == "const" and n.attr == int(n.attr)  # type: ignore[arg-type]
