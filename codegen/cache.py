@@ -23,7 +23,7 @@ from ..spec import AttentionSpec
 from .plan import KernelPlan
 
 ENVIRONMENT = "ATTNFUSE_CACHE_DIR"
-MEANING = ("adjoint", "algebra", "identities", "intervals", "philox", "program", "ranges", "spec", "tilemap")
+MEANING = ("adjoint", "algebra", "distances", "identities", "intervals", "philox", "program", "ranges", "spec", "tilemap")
 """The modules outside of this folder that decide what a kernel says."""
 _MARK = "# sha256 of the above: "
 
