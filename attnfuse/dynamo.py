@@ -128,20 +128,20 @@ class Backend:
 def naming_the_way_out(compiled: Compiled) -> Compiled:
     """The compiled graph, whose second derivative is the error of `ops`, which says what to do instead.
 
-    PyTorch has none for compiled graphs and says only that. What it raises cannot be caught where it happens, in the engine:
-    so the gradients that could be differentiated again get a hook that comes first. What is more than a function, such as an
-    artefact that can be stored, stays what it is.
+    PyTorch has none for compiled graphs and says only that. What it raises cannot be caught where it happens, in the engine: so gradients
+    that could be differentiated again get a hook that comes first. It is put there by the backward function of the graph's own autograd
+    class, which is found behind the first result that has one and wrapped once, for a hook at every call would cost as much as launching a
+    kernel. What is more than a function, such as an artefact that can be stored, stays what it is.
     """
     if not isinstance(compiled, FunctionType) or not torch.is_grad_enabled():
         return compiled
+    found = False
 
     def call(*args: Any) -> Any:
+        nonlocal found
         results = compiled(*args)
-        for x in results if isinstance(results, (tuple, list)) else (results,):
-            node = x.grad_fn if isinstance(x, torch.Tensor) else None
-            if node is not None and node.name() == "CompiledFunctionBackward":
-                node.register_hook(_refuse_the_next)   # one node, whatever the number of results
-                break
+        if not found:
+            found = any(_guarded(x.grad_fn) for x in (results if isinstance(results, (tuple, list)) else (results,)) if isinstance(x, torch.Tensor))
         return results
 
     # With what compilers leave on their functions, but for Dynamo's own marks, by which it would look through this one.
@@ -149,11 +149,22 @@ def naming_the_way_out(compiled: Compiled) -> Compiled:
     return call
 
 
-def _refuse_the_next(gradients: Sequence[Any], _: Any) -> None:
-    """Behind a backward pass: where its gradients are recorded (create_graph=True), differentiating them is an error."""
-    for g in gradients if torch.is_grad_enabled() else ():
-        if isinstance(g, torch.Tensor) and g.grad_fn is not None:
-            g.grad_fn.register_prehook(_refuse)
+def _guarded(node: Any) -> bool:
+    """Whether a result comes from the compiled graph, whose class then refuses second derivatives."""
+    if node is None or node.name() != "CompiledFunctionBackward":
+        return False
+    function = type(node)._forward_cls
+    backward = function.backward
+
+    def first(*args: Any) -> Any:
+        gradients = backward(*args)
+        for g in gradients if torch.is_grad_enabled() else ():          # recorded: create_graph=True
+            if isinstance(g, torch.Tensor) and g.grad_fn is not None:
+                g.grad_fn.register_prehook(_refuse)
+        return gradients
+
+    function.backward = staticmethod(first)
+    return True
 
 
 def _refuse(_: Any) -> None:

@@ -18,7 +18,7 @@ from ..spec import Access, AttentionSpec
 from ..tilemap import TILE
 from . import listed
 from .backward import Recomputed
-from .emission import Kernel, start_order
+from .emission import Kernel, sharing, start_order
 from .jobs import Job
 from .owners import owned, shared_axes
 from .plan import KernelPlan
@@ -96,7 +96,7 @@ class Keys(Recomputed):
             self._owners(w)
         else:
             self._attention(w)
-        w.line("start_n = pid % n_tiles * BLOCK_N")
+        w.line("start_n = tile * BLOCK_N")
         self._offsets(w, "n", "start_n")
         self._depths(w)
         w.line("n_mask = offs_n < n_keys")
@@ -104,16 +104,14 @@ class Keys(Recomputed):
     def _owners(self, w: Writer) -> None:
         """Positions along the axes, or parts of axes, that have keys of their own."""
         by_name = {x.name: x for x in self.shared}
-        axes: list[tuple[str, str]] = []
+        axes: dict[str, tuple[str, str]] = {}
         for name in start_order(self.spec):
             length = self.programs.size(name)
             if name not in by_name:
-                axes.append((name, length))
+                axes[name] = (name, length)
             elif (group := by_name[name].group) is not None:
-                axes.append((by_name[name].owner, f"tl.cdiv({length}, {self.outer.scalar(group).text})"))
-        if axes:
-            w.line("owner = pid // n_tiles")
-            self._positions(w, "owner", axes)
+                axes[name] = (by_name[name].owner, f"tl.cdiv({length}, {self.outer.scalar(group).text})")
+        self._places(w, "owner", list(axes.values()), len(axes.keys() & set(sharing(self.spec))))
 
     def _heads(self) -> list[tuple[str, str]]:
         """Loops over the batch positions that share these keys, and the line that makes a position of the loop's variable."""

@@ -21,21 +21,30 @@ from .writer import Writer
 RESERVED = (
     "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max "
     "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop "
-    "full_start full_stop stop_tile place unseen n_partial n_left n_swept n_before step empty kept n_checked result n_queries n_keys "
+    "full_start full_stop stop_tile place unseen n_partial n_left n_swept n_before n_run n_earlier n_beside step empty kept n_checked result n_queries n_keys "
     "stats_offset BLOCK_M BLOCK_N BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights out_stride_m out_stride_e q_stride_m q_stride_d "
     "k_stride_n k_stride_d v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following "
     "i j d e").split() + list(HELPERS)
 
 
-def start_order(spec: AttentionSpec) -> tuple[str, ...]:
-    """The batch axes in the order in which attentions start, the last one fastest.
+BESIDE = 8
+"""How many attentions that read the same at (i, j) take turns. Of P programs at a time, P / BESIDE tiles of queries fetch their rows of what
+is shared, and BESIDE attentions their own keys and values: with tiles of queries twice as high as wide the sum is least near √(P / 2)."""
 
-    A tensor that is read at every (i, j) is as large as the scores. Attentions that read the same part of it follow one another, so that the
-    cache that the processors share fetches the part once, and not once for each of them.
+
+def sharing(spec: AttentionSpec) -> tuple[str, ...]:
+    """The batch axes along which attentions read the same at every (i, j); empty where nothing is read there.
+
+    A tensor that is read at every (i, j) is as large as the scores.
     """
     reads = [x for e in spec.programs for x in loads(e) if _by_pair(x)]
     own = frozenset().union(*map(depends, reads))
-    return tuple(sorted(spec.batch, key=lambda b: bool(reads) and b not in own))
+    return tuple(b for b in spec.batch if b not in own) if reads else ()
+
+
+def start_order(spec: AttentionSpec) -> tuple[str, ...]:
+    """The batch axes in the order in which attentions start, the last one fastest: those last along which attentions read the same at (i, j)."""
+    return tuple(sorted(spec.batch, key=sharing(spec).__contains__))
 
 
 def _by_pair(load: Expr) -> bool:
@@ -155,14 +164,39 @@ class Emission:
             text = f"{text} * {self.programs.size(name)} + {own}" if text else own
         return text
 
-    def _attention(self, w: Writer) -> None:
-        """`batch`, the row-major number of the program's attention, and its positions, from `pid`, of which `n_tiles` follow one another."""
+    def _attention(self, w: Writer, last_first: str = "") -> None:
+        """`tile` and `batch`, the row-major number of the program's attention, and its positions, from `pid` and `n_tiles`.
+
+        With `last_first`, the reason for it, the last tile comes first.
+        """
         order = start_order(self.spec)
         number = "batch" if order == self.spec.batch else "place"
-        w.line(f"{number} = pid // n_tiles{'' if number == 'batch' else '        # attentions that read the same at (i, j) follow one another'}")
-        self._positions(w, number, [(n, self.programs.size(n)) for n in order])
+        self._places(w, number, [(n, self.programs.size(n)) for n in order], len(sharing(self.spec)), last_first)
         if number != "batch":
             w.line(f"batch = {self._linear()}")
+
+    def _places(self, w: Writer, number: str, axes: Sequence[tuple[str, str]], n_sharing: int, last_first: str = "") -> None:
+        """`tile` and a number of the attention from `pid`, and the attention's positions along `axes`, given with the texts of their lengths.
+
+        Along the last `n_sharing` axes attentions read the same at (i, j). They start side by side, `BESIDE` of them tile by tile: so the
+        cache that the processors share fetches that part once. If they started one after another, most of it would be fetched twice: the
+        programs that run at a time end somewhere within a tile's attentions, and what the first read is gone when the others start.
+        """
+        if n_sharing:
+            run = " * ".join(length for _, length in axes[-n_sharing:])
+            whole = f"({run})" if n_sharing > 1 else run
+            w.line(f"n_run = n_tiles * {whole}        # attentions that read the same at (i, j): side by side")
+            w.line(f"n_earlier = pid % n_run // (n_tiles * {BESIDE}) * {BESIDE}")
+            w.line(f"n_beside = tl.minimum({run} - n_earlier, {BESIDE})")
+            w.line("place = pid % n_run - n_earlier * n_tiles")
+            tile = "place // n_beside"
+            attention = f"pid // n_run * {whole} + n_earlier + place % n_beside"
+        else:
+            tile, attention = "pid % n_tiles", "pid // n_tiles"
+        w.line(f"tile = n_tiles - 1 - {tile}        # {last_first}" if last_first else f"tile = {tile}")
+        if axes:
+            w.line(f"{number} = {attention}")
+            self._positions(w, number, axes)
 
     def _depths(self, w: Writer, names: str = "de") -> None:
         """Positions along the head dimensions, with masks where the kernel pads them."""

@@ -117,11 +117,8 @@ class Forward(Emission):
         w.line("# which queries of which attention")
         w.line("n_tiles = tl.cdiv(n_queries, BLOCK_M)")
         w.line("pid = tl.program_id(0)")
-        if any(b.slope and b.side == "upper" for b in analyse(spec).bounds):
-            w.line("tile = n_tiles - 1 - pid % n_tiles        # later queries see more keys: the longest tiles start first")
-        else:
-            w.line("tile = pid % n_tiles")
-        self._attention(w)
+        longest_last = any(b.slope and b.side == "upper" for b in analyse(spec).bounds)
+        self._attention(w, "later queries see more keys: the longest tiles start first" if longest_last else "")
         w.line("start_m = tile * BLOCK_M")
         self._offsets(w, "m", "start_m")
         self._depths(w)

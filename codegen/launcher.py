@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .direct import Direct, direct
 from .reads import descriptor, descriptor_like
 
 Launch = Callable[[Sequence["torch.Tensor | None"]], None]
@@ -32,31 +33,38 @@ def launcher(function: Any, grid: tuple[int, int, int], boxes: Sequence[Box | No
         boxes: for each tensor how it is described; None for an address.
         integers, constants: the values of the other parameters. options: Triton's own.
     """
-    described = [(n, *box) for n, box in enumerate(boxes) if box is not None]
+    described = {n: box for n, box in enumerate(boxes) if box is not None}
     templates: dict[int, object] = {}
     rest = (*integers, *constants.values())
-    known: dict[object, Callable[..., object]] = {}     # by which tensors do not begin at a multiple of 16 bytes; 0 where all do
+    known: dict[object, tuple[Callable[..., object], Direct | None]] = {}     # by which tensors do not begin at a multiple of 16 bytes; 0 where all do
 
     def first(tensors: Sequence[torch.Tensor | None], odd: object) -> None:
         """Triton finds the kernel, or makes it; the interpreter has none to keep."""
         arguments: list[Any] = list(tensors)
-        for place, order, block in described:
+        for place, (order, block) in described.items():
             made = arguments[place] = descriptor(arguments[place], order, block)
             templates[place] = descriptor_like(made, None)      # which keeps no tensor alive
         compiled = function[grid](*arguments, *integers, **constants, **options)
         if compiled is not None:
-            known[odd] = compiled[grid]
+            known[odd] = compiled[grid], direct(compiled, grid, tensors, tuple(described), describe, rest)
+
+    def describe(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+        """The tensors, those that are described by descriptors."""
+        arguments: list[Any] = list(tensors)
+        for place, template in templates.items():
+            arguments[place] = descriptor_like(template, tensors[place])
+        return arguments
 
     def call(tensors: Sequence[torch.Tensor | None]) -> None:
         # A kernel that was found takes addresses as they are; of a tensor Triton asks for it and looks it up in the driver.
-        arguments: list[Any] = [t.data_ptr() for t in tensors]  # type: ignore[union-attr]  # dropout comes with a seed
-        odd = functools.reduce(operator.or_, arguments) & 15 and tuple([address & 15 != 0 for address in arguments])
-        run = known.get(odd)
-        if run is None:
+        addresses = [t.data_ptr() for t in tensors]  # type: ignore[union-attr]  # dropout comes with a seed
+        odd = functools.reduce(operator.or_, addresses) & 15 and tuple([address & 15 != 0 for address in addresses])
+        found = known.get(odd)
+        if found is None:
             return first(tensors, odd)
-        for place, template in templates.items():
-            arguments[place] = descriptor_like(template, tensors[place])
-        run(*arguments, *rest)
+        run, at_once = found
+        if at_once is None or not at_once(addresses, tensors):
+            run(*[x if n in described else address for n, (x, address) in enumerate(zip(describe(tensors), addresses, strict=True))], *rest)
         return None
 
     return call

@@ -16,9 +16,10 @@ import torch
 from attnfuse import walker
 from attnfuse.codegen import backward as emitter
 from attnfuse.codegen import diagonals, launch, launch_backward, plan, reads
+from attnfuse.codegen.emission import sharing
 from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.tiles import known
-from attnfuse.program import DOT, add, apply, axis, const, load, mul, size, where
+from attnfuse.program import DOT, add, apply, axis, const, load, loads, mul, size, substitute, where
 from attnfuse.reference import reference
 from attnfuse.spec import Access, AttentionSpec, Operand
 from tests.interpreted import run_in_interpreter
@@ -290,6 +291,26 @@ def test_what_goes_by_distance() -> None:
     assert diagonals.by_distance((apart,)) and diagonals.by_distance((apply("min", apply("abs", apart), const(8)), b1))
     for index in ((i, j), (add(i, j),), (apply("mod", i, const(3)),), (apply("sub", j, mul(const(2), i)),), (load(3, (i, j), "int"), b1)):
         assert not diagonals.by_distance(index)
+
+
+# ---- attentions that read the same bias
+
+@interpreted
+@pytest.mark.parametrize("batch, heads, groups", [(9, 2, 1), (3, 3, 1), (10, 4, 2)])
+@pytest.mark.parametrize("shared", ("batch", "everything"))
+def test_attentions_that_start_side_by_side(shared: str, batch: int, heads: int, groups: int, seed: int, tiles) -> None:
+    """More of them than take turns, one fewer, and numbers that the turns do not divide: every tile of each is computed."""
+    tiles(16, 16)
+    case = variant("bias_per_head", groups=groups) if groups > 1 else BY_NAME["bias_per_head"]
+    spec = case.spec()
+    operands, sizes = case.inputs(Shape((batch, heads), 37, 33, 8, 8), torch.float32, seed)
+    if shared == "everything":
+        whole = load(3, (axis("i"), axis("j")), "float")
+        spec = replace(spec, score=substitute(spec.score, {x: whole for x in loads(spec.score)}),
+                       operands=(*spec.operands[:3], replace(spec.operands[3], rank=2)))
+        operands[3] = operands[3][0].contiguous()
+    assert sharing(spec) == (("b0", "b1") if shared == "everything" else ("b0",))
+    check(spec, operands, sizes, seed)
 
 
 # ---- shared keys

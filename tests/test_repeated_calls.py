@@ -29,7 +29,7 @@ AT_EVERY_CALL = {
     "launch_backward.py": {"backward", "run", "_run", "_scratch", "_sums", "_gradient", "<lambda>", "<listcomp>", "<genexpr>", "<dictcomp>"},
     "launch_weights.py": {"weights", "run", "_launch", "_allocate", "<lambda>", "<listcomp>"},
     "tile_map.py": {"launch", "run", "<listcomp>", "<genexpr>"},
-    "launcher.py": {"call", "<listcomp>"},
+    "launcher.py": {"call", "describe", "<listcomp>"},
     "reads.py": {"descriptor_like"},
     "sums.py": {"add"},
 }
