@@ -33,6 +33,11 @@ _DEAD = -1e8
 the tiled loop looks at each row."""
 
 
+FEW = 64
+"""Up to so many keys backward is left to the tiled loop. It has all weights of a row at once and sums delta from them, as eager does; the
+fused kernel takes it from the result, whose rounding is more than what is left of a gradient where values hardly differ."""
+
+
 @dataclass(frozen=True)
 class Plain:
     """What the fused kernel is told: the scale, whether j <= i, and the term of (batch…, j) that is added."""
@@ -170,8 +175,10 @@ def forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequen
 
 def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
              sizes: Sequence[int], needs: Sequence[bool]) -> list[torch.Tensor | None] | None:
-    """As `walker.backward`, by the fused kernel; None where the attention is not plain or a mask wants a gradient."""
+    """As `walker.backward`, by the fused kernel; None where the attention is not plain, a mask wants a gradient, or keys are few."""
     plan = plain(spec)
+    if sizes[spec.size_names.index("j")] <= FEW:
+        return None
     accesses = (spec.query, spec.key, spec.value)
     numbers = [a.operand for a in accesses]
     if plan is None or len(set(numbers)) != 3 or any(need and n not in numbers for n, need in enumerate(needs)):

@@ -119,6 +119,7 @@ class Backend:
         if not isinstance(self.inner, str):
             return self.inner
         if self.inner == "inductor":
+            from .compiled import inductor
             return inductor(self.mode, self.options, self.dynamic)
         from torch._dynamo.backends.registry import lookup_backend
         # Plain "eager" gives wrong gradients for dropout under activation checkpointing.
@@ -210,11 +211,6 @@ def check_inductor(mode: str | None, options: Mapping[str, Any]) -> None:
         if unknown:
             raise ValueError(f"unknown option {', '.join(map(repr, unknown))}; attnfuse has {', '.join(NAMES)}, "
                              "and inductor those of torch._inductor.list_options()")
-
-
-def inductor(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> Compiler:
-    """Inductor with a mode and options, as ``torch.compile(backend="inductor")`` builds it."""
-    return cast(Compiler, torch._TorchCompileInductorWrapper(mode, dict(options), dynamic))
 
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None,

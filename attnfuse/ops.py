@@ -41,6 +41,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import cpu, distances, tilemap, walker, weighing
 from .distances import Table
 from .reference import reference, weights
+from .samples import sample_by_sample
 from .settings import in_force
 from .spec import AttentionSpec, dtype_of
 from .tilemap import Mask
@@ -341,30 +342,23 @@ torch.library.register_autograd("attnfuse::distance_table", _differentiate_table
 torch.library.register_autograd("attnfuse::distance_table_backward", _no_second_derivative, lib=_library)
 
 
-# ---- vmap: one call a sample
+# ---- all of them
 
-def _over_samples(op: Callable[..., Any], info: Any, dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    pick = lambda value, dim, n: value if dim is None else value.select(dim, n)
+OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "attention": (_attention, _fake), "attention_backward": (_attention_backward, _fake_backward),
+    "weights": (_weights_op, _fake_weights), "weights_backward": (_weights_backward, _fake_weights_backward),
+    "tile_map": (_tile_map, _fake_tile_map),
+    "distance_table": (_distance_table, _fake_distance_table), "distance_table_backward": (_distance_table_backward, _fake_distance_table_backward)}
+"""By name, what computes and what gives the shapes."""
+IN_GRAPH = "_in_graph"
+"""How the names of the same operators without autograd end, for graphs that were differentiated: `attnfuse.compiled`."""
 
-    def sample(n: int) -> list[Any]:
-        return [[pick(v, d, n) for v, d in zip(value, dim, strict=True)] if isinstance(dim, (list, tuple)) else pick(value, dim, n)
-                for value, dim in zip(args, dims, strict=True)]
-    return [op(*sample(n)) for n in range(info.batch_size)]
-
-
-def _vmap(op: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        results = _over_samples(op, info, dims, args)
-        if isinstance(results[0], torch.Tensor):
-            return torch.stack(results), 0
-        columns = [torch.stack(column) for column in zip(*results, strict=True)]
-        return (columns, [0] * len(columns)) if isinstance(results[0], list) else (tuple(columns), (0,) * len(columns))
-
-    return rule
-
-
-for _name in ("attention", "attention_backward", "weights", "weights_backward", "tile_map", "distance_table", "distance_table_backward"):
-    torch.library.register_vmap(f"attnfuse::{_name}", _vmap(getattr(torch.ops.attnfuse, _name)), lib=_library)
+for _name, (_computes, _shapes) in OPERATORS.items():
+    _known = getattr(torch.ops.attnfuse, _name)
+    torch.library.register_vmap(f"attnfuse::{_name}", sample_by_sample(_known), lib=_library)
+    _library.define(str(_known.default._schema).removeprefix("attnfuse::").replace(_name, _name + IN_GRAPH, 1), tags=_tags)
+    torch.library.impl(_library, _name + IN_GRAPH, "CompositeExplicitAutograd")(_computes)
+    torch.library.register_fake(f"attnfuse::{_name}{IN_GRAPH}", _shapes, lib=_library)
 
 
 # ---- arithmetic
@@ -377,22 +371,22 @@ def _flops(spec: str, sizes: Sequence[int], products_d: int, products_e: int) ->
     return 2 * pairs * (products_d * named["d"] + products_e * named["e"])
 
 
-@register_flop_formula(torch.ops.attnfuse.attention)
+@register_flop_formula([torch.ops.attnfuse.attention, torch.ops.attnfuse.attention_in_graph])
 def _attention_flops(operands: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any, **__: Any) -> int:
     return _flops(spec, sizes, 1, 1)
 
 
-@register_flop_formula(torch.ops.attnfuse.attention_backward)
+@register_flop_formula([torch.ops.attnfuse.attention_backward, torch.ops.attnfuse.attention_backward_in_graph])
 def _backward_flops(grad_out: Any, operands: Any, out: Any, stats: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any,
                     **__: Any) -> int:
     return _flops(spec, sizes, 3, 2)
 
 
-@register_flop_formula(torch.ops.attnfuse.weights)
+@register_flop_formula([torch.ops.attnfuse.weights, torch.ops.attnfuse.weights_in_graph])
 def _weights_flops(operands: Any, stats: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any, **__: Any) -> int:
     return _flops(spec, sizes, 1, 0)
 
 
-@register_flop_formula(torch.ops.attnfuse.weights_backward)
+@register_flop_formula([torch.ops.attnfuse.weights_backward, torch.ops.attnfuse.weights_backward_in_graph])
 def _weights_backward_flops(grad: Any, operands: Any, stats: Any, sizes: Sequence[int], seed: Any, spec: str, *_: Any, **__: Any) -> int:
     return _flops(spec, sizes, 4, 0)                   # the scores twice: what a row's gradients lose is summed first

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import ops  # noqa: F401  (defines the operations that are counted by prediction)
 from .codegen import predict
 from .codegen.devices import device as device_named, rates
 from .codegen.tiles import Device, present
 from .counting import Counter, distinct_bytes
+from .ops import IN_GRAPH
 from .spec import AttentionSpec
 from .traffic import Call
 
@@ -68,7 +68,7 @@ class Predicting(Counter):
         self.device = device
 
     def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        name = func._schema.name.rpartition("::")[2]
+        name = func._schema.name.rpartition("::")[2].removesuffix(IN_GRAPH)
         if func.namespace == "attnfuse" and name in ("attention", "attention_backward", "weights"):
             try:
                 self.calls += _predicted(name, args, self.device)

@@ -240,16 +240,19 @@ def accumulate(call: Call, operands: Sequence[torch.Tensor], needs: Sequence[boo
     Args:
         call, operands, needs: as of `backward`.
         rows_of: what is known of the rows of a box.
-        exact: whether delta is summed from the tiles, whatever `rows_of` says.
+        exact: whether delta is summed from the tiles, whatever `rows_of` says, also where that takes a pass of its own. Where one tile has
+            all keys of its rows it costs nothing and is done always.
     """
     grads = {n: torch.zeros(t.shape, dtype=call.dtype, device=call.device) for n, t in enumerate(operands) if needs[n]}
     for box, step in row_tiles(call, share=2) if grads and call.sizes["j"] else ():
         rows = rows_of(box)
         unseen = rows.unseen(call)
-        if exact:
-            rows.delta = _delta(call, key_tiles(call, box, step, everything=unseen), rows)
-        for tile, program in key_tiles(call, box, step, everything=unseen):
-            _backward_tile(call, tile, program, rows, grads)
+        tiles = list(key_tiles(call, box, step, everything=unseen))
+        alone = len(tiles) == 1
+        if exact and not alone:
+            rows.delta = _delta(call, tiles, rows)
+        for tile, program in tiles:
+            _backward_tile(call, tile, program, rows, grads, alone)
         for term in call.spec.extra_terms:
             _backward_extra(call, term, box, rows, grads)
         if call.spec.query.operand in grads:
@@ -277,13 +280,18 @@ def _needs_exact_delta(spec: AttentionSpec, needs: Sequence[bool]) -> bool:
 
 
 def _delta(call: Call, tiles: Iterable[tuple[Box, Expr]], rows: RowGradients) -> torch.Tensor:
-    """Σ_j weight · its gradient over Σ_j weight for each row, from the tiles themselves. The weights add up to one but for
-    rounding, which is divided out; sinks, and rows without weights, keep the plain sum."""
+    """Delta of each row from the tiles themselves."""
     total, mass = torch.zeros_like(rows.delta), torch.zeros_like(rows.delta)
     for tile, program in tiles:
         probability, _, arrived = _recomputed(call, tile, program, rows, {}, {})
         total += (probability * arrived).sum(-1, keepdim=True)
         mass += probability.sum(-1, keepdim=True)
+    return _mean(call, total, mass)
+
+
+def _mean(call: Call, total: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Σ_j weight · its gradient over Σ_j weight. The weights add up to one but for rounding, which is divided out; sinks, and rows without
+    weights, keep the plain sum."""
     return total if call.spec.extra_terms else torch.where(mass > 0.5, total / mass, total)
 
 
@@ -302,8 +310,8 @@ def _recomputed(call: Call, tile: Box, program: Expr, rows: RowGradients, memo: 
     return probability, weight, arrived
 
 
-def _backward_tile(call: Call, tile: Box, program: Expr, rows: RowGradients, grads: dict[int, torch.Tensor]) -> None:
-    """Add what one tile of scores sends to every operand."""
+def _backward_tile(call: Call, tile: Box, program: Expr, rows: RowGradients, grads: dict[int, torch.Tensor], alone: bool) -> None:
+    """Add what one tile of scores sends to every operand; `alone` where it has all keys of its rows, which then settles their delta."""
     spec = call.spec
     key = call.rectangle(spec.key, tile, ("j", "d"))
     memo: dict[Expr, torch.Tensor] = {}
@@ -312,6 +320,8 @@ def _backward_tile(call: Call, tile: Box, program: Expr, rows: RowGradients, gra
     if after:
         _add_loads(call, spec.weight, tile, after, grads)
     rows.add_value(call, tile, weight, grads)
+    if alone:
+        rows.delta = _mean(call, (probability * arrived).sum(-1, keepdim=True), probability.sum(-1, keepdim=True))
     memo[UPSTREAM] = (arrived - rows.delta).mul_(probability)
     _add_loads(call, program, tile, memo, grads)
     _add_dot(call, program, tile, memo, rows, key, grads)

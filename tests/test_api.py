@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import attnfuse
-from attnfuse import dynamo
+from attnfuse import compiled, dynamo
 from attnfuse.report import Report
 
 from tests.conftest import Attention, Passes, Stack
@@ -361,7 +361,7 @@ def test_options_of_the_backend(stack: Stack, x: Tensor, set_passes: Callable[[P
 
 def test_mode_reaches_inductor(stack: Stack, x: Tensor, counted: list[GraphModule], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(dynamo, "inductor", lambda *a: seen.append(a) or (lambda gm, inputs: gm.forward))
+    monkeypatch.setattr(compiled, "inductor", lambda *a: seen.append(a) or (lambda gm, inputs: gm.forward))
     torch.compile(stack, backend="attnfuse", mode="max-autotune-no-cudagraphs")(x)
     attnfuse.optimize(Stack(), mode="reduce-overhead", dynamic=True)(x)
     assert seen == [("max-autotune-no-cudagraphs", {}, None), ("reduce-overhead", {}, True)]

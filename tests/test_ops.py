@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import attnfuse
 from attnfuse import cpu, ops, walker
 from attnfuse.program import DOT, WEIGHT, Expr, add, apply, const, le, load, mul, where
 from attnfuse.reference import reference
@@ -235,12 +236,18 @@ def test_vmap_is_one_call_a_sample() -> None:
 
 
 def test_flops() -> None:
+    """Of both kinds of operators."""
     spec = attention(causal(S), dtype="float32")
     sizes = [2, 4, 16, 32, 8, 4]
+    want = 2 * (2 * 4 * 16 * 32) * (8 + 4 + 3 * 8 + 2 * 4)
     with FlopCounterMode(display=False) as counter:
         attend(spec, trainable(data(spec, sizes)), sizes).sum().backward()
-    pairs = 2 * 4 * 16 * 32
-    assert counter.get_total_flops() == 2 * pairs * (8 + 4) + 2 * pairs * (3 * 8 + 2 * 4)
+    assert counter.get_total_flops() == want
+    operands = data(spec, sizes)
+    with FlopCounterMode(display=False) as counter:
+        out, stats = torch.ops.attnfuse.attention_in_graph(operands, sizes, None, spec.to_json())
+        torch.ops.attnfuse.attention_backward_in_graph(out, operands, out, stats, sizes, None, spec.to_json(), [True] * 3)
+    assert counter.get_total_flops() == want
 
 
 def test_fake_on_sizes_that_are_not_known() -> None:
@@ -306,6 +313,28 @@ def test_compiled(backend: str, dynamic: bool) -> None:
     with torch.inference_mode():
         inputs = inputs_of(13)
         torch.testing.assert_close(compiled(*inputs), layer(*inputs))
+
+
+def test_inductor_calls_the_operators_without_autograd(seed: int) -> None:
+    """In forward and backward, with what eager computes."""
+    def attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keep = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril()
+        return (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+    model = attnfuse.optimize(attend_causally)
+    inputs = inputs_of(19)
+    same(train(model, inputs), train(attend_causally, inputs))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        train(model, inputs)
+    assert {e.name for e in seen.events() if "attnfuse" in e.name} == {"attnfuse::attention_in_graph", "attnfuse::attention_backward_in_graph"}
+
+
+@pytest.mark.parametrize("name", ops.OPERATORS)
+def test_an_operator_without_autograd_is_the_same_otherwise(name: str) -> None:
+    known, other = getattr(torch.ops.attnfuse, name).default, getattr(torch.ops.attnfuse, name + ops.IN_GRAPH).default
+    assert str(other._schema) == str(known._schema).replace(f"attnfuse::{name}(", f"attnfuse::{name}{ops.IN_GRAPH}(") and other.tags == known.tags
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "Autograd")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "CompositeExplicitAutograd")
 
 
 def test_a_length_that_is_marked_dynamic_is_not_compiled_again() -> None:
@@ -415,9 +444,10 @@ def test_without_generated_kernels_there_is_no_result(monkeypatch: pytest.Monkey
         assert ops._generated("forward", attention(), [], [], None) is None
 
 
-def test_statistics_of_the_fused_kernel_serve_every_backward() -> None:
+def test_statistics_of_the_fused_kernel_serve_every_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """(log-sum-exp, 0) is a pair whose sum is what the walker's is."""
     random_seed()
+    monkeypatch.setattr(cpu, "FEW", 0)
     spec = attention(causal(S))
     operands = data(spec, SIZES)
     out, stats = cpu.forward(spec, operands, SIZES) or (torch.empty(0), torch.empty(0))
@@ -430,3 +460,42 @@ def test_statistics_of_the_fused_kernel_serve_every_backward() -> None:
     _, pair = walker.forward(spec, operands, SIZES)
     torch.testing.assert_close(pair.sum(-1), stats.sum(-1))
     assert cpu.backward(spec, out, operands, out, pair, SIZES, [True] * 3) is None
+
+
+@pytest.mark.parametrize("keys", (cpu.FEW, cpu.FEW + 1))
+def test_few_keys_leave_backward_to_the_loop(keys: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, called = attention(causal(S), dtype="float32"), []
+    fused = cpu._FUSED_BACKWARD
+    monkeypatch.setattr(cpu, "_FUSED_BACKWARD", lambda *a, **k: called.append(0) or fused(*a, **k))
+    sizes = [2, 4, keys, keys, 8, 8]
+    operands = trainable(data(spec, sizes))
+    exact = [t.detach().double().requires_grad_() for t in operands]
+    out = attend(spec, operands, sizes)
+    grad_out = torch.randn_like(out)
+    grads = torch.autograd.grad(out, operands, grad_out)
+    want = torch.autograd.grad(reference(spec, exact, sizes, dtype=torch.float64), exact, grad_out.double())
+    for got, true in zip(grads, want, strict=True):
+        torch.testing.assert_close(got.double(), true, atol=1e-5, rtol=1e-5)
+    assert len(called) == (keys > cpu.FEW)
+
+
+def test_gradients_that_cancel_are_as_exact_as_eager(seed: int) -> None:
+    """Of equal values the scores get no gradient: what is left is rounding, three times eager's if delta came from the rounded result."""
+    def written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT * 0.125).softmax(-1) @ v
+
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)
+    inputs, grad_out = [normal(4, 8, 16, 64), normal(4, 8, 16, 64), normal(4, 8, 1, 64).repeat(1, 1, 16, 1)], normal(4, 8, 16, 64)
+    fused = attnfuse.optimize(written, inner=lambda gm, inputs: gm.forward)
+
+    def remainder(call: Callable[..., torch.Tensor]) -> float:
+        leaves = trainable(inputs)
+        return sum(x.double().norm().item() for x in torch.autograd.grad(call(*leaves), leaves[:2], grad_out))
+
+    eager = remainder(written)
+    for executor in ("auto", "walker"):
+        with ops.force_executor(executor):
+            found = remainder(fused)
+        print(executor, found / eager)
+        assert found <= 1.8 * eager
