@@ -36,7 +36,7 @@ class Call:
     read: int
     written: int
     flops: int = 0
-    kernel: bool = True
+    kernel: bool = field(default=True, kw_only=True)
 
     @property
     def moved(self) -> int:

@@ -154,8 +154,30 @@ def test_counters_beside_predictions() -> None:
     assert list(rows) == ["all", "attention", "attention_backward (rows)", "attention_backward (keys)"]
     assert rows["all"]["counted_GB"] == 3.487 and rows["all"]["counted/predicted"] == round(3.487 / 4, 3) and rows["all"]["kernels"] == 4
     assert rows["attention"]["counted/predicted"] == 0.2 and rows["attention_backward (keys)"]["counted/predicted"] == 3.05
+    copied = traffic.rows_of("long", "eager", traffic.CASES["long"], Traffic([*predicted.calls, Call("copy_", 5, 5, kernel=False)]), seen)
+    assert copied[0]["predicted_GB"] == 4.0, "the profiler does not list a copy in one piece"
     with pytest.raises(RuntimeError, match="in Kbyte and byte"):
         traffic.parsed(COUNTERS.replace('"","","","","byte"', '"","","","","Kbyte"'))
+
+
+def test_every_counted_kernel_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the profiler listed, by case, way and order, in a table beside the main one."""
+    from attnfuse.traffic import Traffic
+    from bench import traffic
+
+    text = COUNTERS.replace("void gemm<float>(int, int)", "void at::native::(anonymous namespace)::gemm<(int)4, c10::Half, (bool)1>(float, T<(int)2>)")
+    groups = traffic.parsed(text) + [[]]
+    monkeypatch.setattr(traffic, "predictions", lambda case: {way: Traffic([]) for way in traffic.WAYS})
+    monkeypatch.setattr(traffic, "counted", lambda names: dict(zip([(n, w) for n in names for w in traffic.WAYS], groups, strict=True)))
+    monkeypatch.setattr(sys, "argv", ["traffic", "--only", "long", "--folder", str(tmp_path)])
+    traffic.main()
+    first, *rest = (tmp_path / "traffic_kernels.csv").read_text().splitlines()
+    rows = list(csv.DictReader(rest))
+    assert first.startswith("# ") and list(rows[0]) == ["case", "way", "number", "kernel", "read_MB", "written_MB"]
+    assert [tuple(r.values()) for r in rows[:2]] == [("long", "eager", "0", "gemm<4, Half, 1>", "1000.0", "500.0"),
+                                                     ("long", "sdpa", "0", "attention_forward_causal_d64", "0.0", "0.0")]
+    assert [r["number"] for r in rows] == ["0", "0", "1", "2", "3"] and (tmp_path / "traffic.csv").exists()
+    assert len(traffic.short("k<" + "x, " * 99 + ">(int)")) == 100
 
 
 def test_traffic_is_predicted_without_a_gpu() -> None:
