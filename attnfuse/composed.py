@@ -24,6 +24,9 @@ import torch
 from .extents import distinct_bytes, fetches
 from .traffic import Call
 
+PARTS = {"_softmax_backward_data": ("mul",), "_scaled_dot_product_flash_attention_backward": ("copy_", "sum"),
+         "_scaled_dot_product_efficient_attention_backward": ("copy_", "fill_")}
+"""The operations that others call inside, which count by their own names."""
 _FLOAT = 4
 """Bytes of the sums that attention keeps in memory."""
 

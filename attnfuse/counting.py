@@ -182,6 +182,11 @@ def _in_one_piece(name: str, args: Sequence[Any]) -> bool:
     return target.dtype == source.dtype and target.device == source.device and dense_alike(target, source)
 
 
+def taken_apart(func: torch._ops.OpOverload) -> bool:
+    """Whether the operations count that an operation is made of, and not itself."""
+    return func.namespace != "prim" and _program(func) is not None
+
+
 @functools.cache
 def _program(func: torch._ops.OpOverload) -> torch._C.DispatchKey | None:
     """The key of the program by which an operation is others on every device; None for a kernel. Views and in-place operations are left

@@ -180,6 +180,25 @@ def test_every_counted_kernel_has_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(traffic.short("k<" + "x, " * 99 + ">(int)")) == 100
 
 
+def test_the_measured_roofline_is_drawn_from_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on one machine, drawn on another."""
+    pytest.importorskip("matplotlib")
+    from attnfuse.codegen.devices import CARDS
+    from attnfuse.roofline import Kernel
+    from bench import roofline_plot
+
+    kernels = [Kernel("mul", 1e9, 4e9, 1.1e-3), Kernel("bmm", 2.7e11, 4.8e9, 1.3e-3), Kernel("copy_", 1e9, 4e9), Kernel("fused", 1.5e11, 5e8, 4e-4)]
+    monkeypatch.setattr(roofline_plot, "measured", lambda: roofline_plot.rows_of(kernels, CARDS["h200"]))
+    for given, spec in ((["--folder", str(tmp_path)], None), (["--draw", str(tmp_path)], object())):
+        monkeypatch.setattr(roofline_plot.importlib.util, "find_spec", lambda _, spec=spec: spec)
+        monkeypatch.setattr(sys, "argv", ["roofline_plot", *given])
+        roofline_plot.main()
+        assert (tmp_path / "roofline_measured.png").exists() == (spec is not None)
+    rows = list(csv.DictReader((tmp_path / "roofline_measured.csv").read_text().splitlines()[1:]))
+    assert [(r["kernel"], r["measured_ms"]) for r in rows] == [("mul", "1.1"), ("bmm", "1.3"), ("copy_", ""), ("fused", "0.4")]
+    assert rows[0]["predicted_ms"] == "0.8333" and rows[0]["device"] == "H200"
+
+
 def test_traffic_is_predicted_without_a_gpu() -> None:
     """A tenth of eager's or less, where a bias's gradient has a kernel of its own a ninth; without ncu the error says what to do."""
     from bench import traffic
