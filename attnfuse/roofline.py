@@ -255,7 +255,7 @@ def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | os.PathL
     axes.annotate(f"{bw / 1e12:.3g} TB/s", (slope, slope * bw), xytext=(-8, 6), textcoords="offset points", fontsize=8, color="0.25", ha="right")
     axes.annotate(f"{peak / 1e12:.4g} TFLOP/s", (right, peak), xytext=(-4, 6), textcoords="offset points", fontsize=8, color="0.25", ha="right")
     for n, group in enumerate(groups):
-        _point(axes, group, peak, bw, f"C{n % 10}")
+        _point(axes, group, groups[n + 1:], peak, bw, f"C{n % 10}")
     axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
         axes.figure.savefig(path, dpi=130)
@@ -293,8 +293,9 @@ def _together(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return groups
 
 
-def _point(axes: Any, group: Sequence[Kernel], peak: float, bw: float, color: str) -> None:
-    """The points of a group and their label, to the right of them and below the roof, where nothing else is."""
+def _point(axes: Any, group: Sequence[Kernel], right: Sequence[Sequence[Kernel]], peak: float, bw: float, color: str) -> None:
+    """The points of a group and their label: to the right of them and below the roof, or to the left and above it where points of the groups
+    on the right are in the way."""
     x = group[0]
     roof = min(peak, x.intensity * bw)
     axes.plot(x.intensity, roof, "o", color=color, markersize=8, markerfacecolor="white", markeredgewidth=1.8, zorder=3)
@@ -303,8 +304,20 @@ def _point(axes: Any, group: Sequence[Kernel], peak: float, bw: float, color: st
             rate = one.flops / one.measured
             axes.plot([x.intensity, x.intensity], [rate, roof], color=color, linewidth=0.8)
             axes.plot(x.intensity, rate, "o", color=color, markersize=8 if len(group) == 1 else 6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)
-    axes.annotate(_label(group, peak, bw), (x.intensity, roof), xytext=(9, -5), textcoords="offset points", fontsize=8, color=color, ha="left",
-                  va="top", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
+    label = _label(group, peak, bw)
+    free = not any(_covers(axes, (x.intensity, roof), label, other, min(peak, other[0].intensity * bw)) for other in right)
+    axes.annotate(label, (x.intensity, roof), xytext=(9, -5) if free else (-9, 5), textcoords="offset points", fontsize=8, color=color,
+                  ha="left" if free else "right", va="top" if free else "bottom",
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
+
+
+def _covers(axes: Any, at: tuple[float, float], label: str, group: Sequence[Kernel], roof: float) -> bool:
+    """Whether a label on the right of a point, below it, would cover the points of a group or the line between them. Its size is an estimate."""
+    points = lambda x, y: axes.transData.transform((x, y)) * 72 / axes.figure.dpi
+    rates = [x.flops / x.measured for x in group if x.measured is not None]
+    (left, top), (across, high), low = points(*at), points(group[0].intensity, roof), points(group[0].intensity, min([roof, *rates]))[1]
+    lines = label.splitlines()
+    return across - 6 < left + 9 + 4.7 * max(map(len, lines)) and low - 6 < top - 5 and high + 6 > top - 5 - 11 * len(lines)
 
 
 def _label(group: Sequence[Kernel], peak: float, bw: float) -> str:

@@ -134,6 +134,13 @@ def test_measured_kernels_of_one_intensity_share_a_label() -> None:
     assert low < 454.5e9 / 2 and high > H100[0]
 
 
+def test_a_label_gives_way_to_what_was_measured_on_its_right() -> None:
+    pytest.importorskip("matplotlib")
+    side = lambda measured: next(t for t in r.plot([r.Kernel("bmm", 2.7e11, 4.8e9, 1.2e-3), r.Kernel("fused", 1.46e11, 5.5e8, measured)], *H100).texts
+                                 if t.get_text().startswith("bmm")).get_ha()
+    assert side(1.1e-3) == "right" and side(0.2e-3) == side(None) == "left"
+
+
 # ---- measuring
 
 CHAINS = {
