@@ -2,7 +2,7 @@
 
     _softmax_backward_data(grad, output)   →   mul (reads both, writes their product), _softmax_backward_data (reads the product and output)
 
-`attnfuse.counting` sees what passes through the dispatcher; this is what does not. All is as of PyTorch 2.11 to 2.13 built for CUDA:
+`attnfuse.counting` sees what passes through the dispatcher; this is what does not, as read in PyTorch's sources (around 2.11 to 2.13), built for CUDA:
 
 * the backward pass of a softmax: ``softmax_backward_cuda_out`` of ``aten/src/ATen/native/cuda/SoftMax.cu``;
 * that of FlashAttention 2: ``mha_bwd`` of ``transformers/cuda/flash_attn/flash_api.cpp`` and ``run_flash_bwd_seqk_parallel`` of
