@@ -4,10 +4,14 @@
 
 The rules, which `attnfuse.traffic` applies to whatever an eager run calls:
 
-* a tensor counts its *distinct elements*: an expanded dimension (stride 0) counts once, and so do two views of the same elements;
+* a tensor counts its *distinct elements*: two views of the same elements count once, and so does an expanded dimension (stride 0), or one
+  that an operation broadcasts, as long as what lies between two uses fits the cache of the GPU that is counted for; where it does not, an
+  elementwise operation fetches it again for every step along that dimension (`extents.fetches`). Where no GPU is counted for, on a CPU that
+  nobody names a GPU for or where the cache is not known, it counts once;
 * views, questions about shapes and allocations move nothing; operations that only take the shape of an argument do not read it;
 * what an operation changes in place is read and written, except where it is overwritten whole (``copy_``, ``fill_``, random numbers);
-* a lookup (``index_select``, ``gather``, ``index``) reads of its table no more than it returns.
+* a lookup (``index_select``, ``gather``, ``index``) reads of its table no more than it returns;
+* an operation that is several kernels inside is taken apart, where their source is known (`attnfuse.composed`).
 
 `Counter` is the dispatch mode that applies them; it knows nothing of generated kernels, `attnfuse.predicting` adds those.
 """
@@ -15,7 +19,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from . import composed
+from .extents import dense_alike, distinct_bytes, elements, fetches, storage, strided
 from .traffic import Call
-
-Elements = tuple[int, tuple[tuple[int, int], ...], int]
-"""Which elements of a storage a tensor names: its offset, the (stride, length) of its dimensions in order, the bytes of an element."""
 
 _OVERWRITTEN = frozenset({"copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_", "cauchy_", "geometric_",
                           "log_normal_", "set_", "resize_", "resize_as_", "arange", "linspace", "full_out"})
@@ -38,50 +42,8 @@ _SILENT = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_e
 """Nothing is moved, or a single number."""
 _LOOKUPS = frozenset({"index_select", "gather", "index", "embedding", "take", "take_along_dim", "masked_select"})
 _SCATTERS = frozenset({"index_put_", "_index_put_impl_", "scatter_", "scatter_add_", "index_add_", "index_copy_", "masked_scatter_"})
-
-
-def elements(tensor: torch.Tensor) -> Elements:
-    """The elements that a tensor names, equal for a view and its transpose; expanded and single dimensions are left out."""
-    dims = sorted((int(s), int(n)) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s != 0 and n != 1)
-    return int(tensor.storage_offset()), tuple(dims), tensor.element_size()
-
-
-def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct elements that some tensors name, over all their storages.
-
-    Views of one storage that overlap in part are added up, but never beyond the storage's own span of elements.
-
-    >>> x = torch.zeros(4, 1, 8)
-    >>> distinct_bytes([x.expand(4, 100, 8), x, x.transpose(0, 2)])
-    128
-    """
-    parts: dict[object, set[Elements]] = {}
-    loose = 0
-    for t in tensors:
-        if t.numel() == 0:
-            continue
-        if not _strided(t):
-            loose += t.element_size() * int(t.numel())
-            continue
-        parts.setdefault(_storage(t), set()).add(elements(t))
-    return loose + sum(_spanned(found) for found in parts.values())
-
-
-def _storage(tensor: torch.Tensor) -> object:
-    """What two tensors with common memory have in common: the identity of the storage, which fake and meta tensors have too."""
-    return tensor.untyped_storage()._cdata
-
-
-def _spanned(found: set[Elements]) -> int:
-    total, low, high = 0, None, 0
-    for offset, dims, size in found:
-        count, reach = 1, 1
-        for stride, length in dims:
-            count, reach = count * length, reach + (length - 1) * stride
-        first, last = offset * size, (offset + reach) * size
-        low, high = first if low is None else min(low, first), max(high, last)
-        total += min(count, reach) * size         # windows that slide over one another name an element several times
-    return min(total, high - (low or 0))
+_BROADCASTING = frozenset({"copy_", "masked_fill_"})
+"""They broadcast their arguments as elementwise operations do, without PyTorch's tag for these."""
 
 
 def is_view(func: torch._ops.OpOverload, args: Any, result: Any) -> bool:
@@ -89,19 +51,19 @@ def is_view(func: torch._ops.OpOverload, args: Any, result: Any) -> bool:
     if func._schema.is_mutable:
         return False
     made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    given = {_storage(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and _strided(t)}
-    return bool(made) and all(_strided(t) and _storage(t) in given for t in made)
+    given = {storage(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and strided(t)}
+    return bool(made) and all(strided(t) and storage(t) in given for t in made)
 
 
-def moved(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
-    """(bytes read, bytes written) by one call of an operation that has run."""
+def moved(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any, cache: int = 0) -> tuple[int, int]:
+    """(bytes read, bytes written) by one call of an operation that has run, on a GPU whose processors share a cache of so many bytes."""
     name = func._schema.name.rpartition("::")[2]
     if name in _SILENT or torch.Tag.inplace_view in func.tags or is_view(func, (args, kwargs), result):
         return 0, 0
     changed, read = _arguments(func, args, kwargs, name)
-    given = {_storage(t) for t in changed if _strided(t)}
+    given = {storage(t) for t in changed if strided(t)}
     made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-    made = [t for t in made if not _strided(t) or _storage(t) not in given]
+    made = [t for t in made if not strided(t) or storage(t) not in given]
     if name in _SCATTERS:                        # of what is changed only the places that are named
         touched = min(_places(name, args), changed[0].numel()) * changed[0].element_size()
         adds = "add" in name or (name.lstrip("_").startswith("index_put") and len(args) > 3 and bool(args[3]))
@@ -110,7 +72,16 @@ def moved(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, An
         table, rest = read[0], read[1:]
         return min(distinct_bytes([table]), distinct_bytes(made)) + distinct_bytes(rest), distinct_bytes(made)
     overwritten = name in _OVERWRITTEN or func._schema.overload_name.endswith("out")
-    return distinct_bytes(read if overwritten else [*read, *changed]), distinct_bytes([*changed, *made])
+    again = _again(read, [*changed, *made], cache) if torch.Tag.pointwise in func.tags or name in _BROADCASTING else 0
+    return distinct_bytes(read if overwritten else [*read, *changed]) + again, distinct_bytes([*changed, *made])
+
+
+def _again(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], cache: int) -> int:
+    """Bytes of arguments that an elementwise kernel broadcasts and fetches more than once."""
+    if not written or not all(strided(t) for t in (*read, *written)):
+        return 0
+    different = {(storage(t), elements(t), t.shape): t for t in read}.values()
+    return sum((fetches(t, written[0], [*different, *written], cache) - 1) * distinct_bytes([t]) for t in different)
 
 
 def _places(name: str, args: Sequence[Any]) -> int:
@@ -158,11 +129,16 @@ class Counter(TorchDispatchMode):
     """Appends every kernel to `calls`; operations that PyTorch makes of others are taken apart, so that what runs is counted:
 
         masked_fill(x, mask, -inf)   →   copy_ (reads and writes x), masked_fill_ (reads x and the mask, writes x)
+
+    Args:
+        calls: where the kernels go.
+        cache: bytes of the cache that the processors of the GPU share; 0 where it is not known.
+        as_gpu: whether kernels are those of a GPU wherever the tensors are; otherwise they are where a tensor is on one.
     """
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, calls: list[Call], cache: int = 0, as_gpu: bool = False) -> None:
         super().__init__()
-        self.calls = calls
+        self.calls, self.cache, self.as_gpu = calls, cache, as_gpu
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -174,7 +150,7 @@ class Counter(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
             return func(*args, **kwargs)
         key = _program(func)
-        if key is not None and all(_strided(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+        if key is not None and all(strided(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
             before = len(self.calls)
             try:
                 with self:
@@ -186,14 +162,29 @@ class Counter(TorchDispatchMode):
         return result
 
     def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        read, written = moved(func, args, kwargs, result)
-        if read or written:
-            name = func._schema.name.rpartition("::")[2]
-            self.calls.append(Call(name, read, written, _flops(func, args, kwargs, result)))
+        name = func._schema.name.rpartition("::")[2]
+        on_gpu = self.as_gpu or any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves((args, kwargs, result)))
+        cache = self.cache if on_gpu else 0
+        inside = composed.kernels(name, args, result, on_gpu, cache) if func.namespace == "aten" else None
+        if inside is None:
+            read, written = moved(func, args, kwargs, result, cache)
+            inside = [Call(name, read, written, kernel=not _in_one_piece(name, args))] if read or written else []
+        flops = _flops(func, args, kwargs, result) if inside else 0
+        busiest = max(range(len(inside)), key=lambda n: (inside[n].op == name, inside[n].moved), default=0)
+        self.calls += [replace(c, flops=flops if n == busiest else 0) for n, c in enumerate(inside)]
 
 
-def _strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
+def _in_one_piece(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation is a copy that a GPU makes without a kernel (``copy_device_to_device`` of PyTorch's ``Copy.cu``)."""
+    if name != "copy_" or not all(isinstance(t, torch.Tensor) for t in args[:2]):
+        return False
+    target, source = args[:2]
+    return target.dtype == source.dtype and target.device == source.device and dense_alike(target, source)
+
+
+def taken_apart(func: torch._ops.OpOverload) -> bool:
+    """Whether the operations count that an operation is made of, and not itself."""
+    return func.namespace != "prim" and _program(func) is not None
 
 
 @functools.cache

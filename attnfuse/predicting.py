@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from .codegen import predict
 from .codegen.devices import device as device_named, rates
 from .codegen.tiles import Device, present
-from .counting import Counter, distinct_bytes
+from .counting import Counter
+from .extents import distinct_bytes
 from .ops import IN_GRAPH
 from .spec import AttentionSpec
 from .traffic import Call
@@ -27,7 +28,7 @@ def counting(calls: list[Call], device: str | Device | None) -> Iterator[None]:
     with ExitStack() as stack:
         if device is not None:
             stack.enter_context(_DropoutInOneKernel())
-        stack.enter_context(Predicting(calls, named(device)))
+        stack.enter_context(Predicting(calls, named(device), as_gpu=device is not None))
         yield
 
 
@@ -61,10 +62,10 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 class Predicting(Counter):
-    """A counter for which our own operations are the kernels that `device` would run."""
+    """A counter for which our own operations are the kernels that `device` would run; `as_gpu`: all others too."""
 
-    def __init__(self, calls: list[Call], device: Device) -> None:
-        super().__init__(calls)
+    def __init__(self, calls: list[Call], device: Device, as_gpu: bool = True) -> None:
+        super().__init__(calls, device.cache, as_gpu)
         self.device = device
 
     def _note(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +192,28 @@ def attention_layer_times(T: int, d_k: int, heads: int, peak: float, bw: float, 
     return {"standard": standard, "fused": fused_kernel(T, d_k, heads, b).seconds(peak, bw)}
 
 
+def measure(call: Callable[[], object], times: int = 10) -> dict[str, float]:
+    """Seconds on the GPU of the operations of one call, by name: what `plot` of a report takes as `measured`.
+
+    The call runs once to warm up and then several times under PyTorch's profiler. The kernels of an operation are summed over its occurrences in
+    one call, and the operations are those that `attnfuse.traffic` counts by, without their namespace: ``bmm``, ``_softmax``, ``copy_``. Our own
+    forward kernels are ``fused``; what no operation launched (kernels of inductor) is ``other``.
+
+    Args:
+        call: what is measured. It is run ``times + 1`` times and may return anything.
+        times: how many calls are averaged.
+
+    Returns:
+        Seconds of one call by name, the longest first.
+
+    Raises:
+        ValueError: there is no CUDA device; `times` is not positive.
+        RuntimeError: the profiler saw no kernel.
+    """
+    from .measuring import measure as measured       # imports torch
+    return measured(call, times)
+
+
 # ---- the picture
 
 def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | os.PathLike[str] | None = None, *, title: str = "",
@@ -199,7 +221,7 @@ def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | os.PathL
     """Draw kernels under a device's roofline: FLOPs a byte against FLOP/s, both logarithmic.
 
     Predicted kernels stand on the roof, as open circles; measured ones where they were, filled, with a line down from what was possible.
-    Kernels that would lie on one another share a label. Points without arithmetic or traffic cannot be drawn and are left out.
+    Kernels of one intensity share a label, with a line for each where they were measured. Points without arithmetic or traffic cannot be drawn and are left out.
 
     Args:
         kernels: the points.
@@ -224,14 +246,16 @@ def plot(kernels: Sequence[Kernel], peak: float, bw: float, path: str | os.PathL
     right = max(20 * ridge, *(x.intensity * 20 for x in drawn))
     axes.plot([left, ridge, right], [left * bw, peak, peak], color="0.25", linewidth=1.6)
     axes.axvline(ridge, color="0.7", linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(left * bw / 2, peak * 5), xlabel="FLOPs per byte of memory traffic",
+    groups = _together(drawn)
+    bottom = _bottom(axes, groups, left, peak, bw)
+    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, peak * 5), xlabel="FLOPs per byte of memory traffic",
              ylabel="FLOP/s", title=title)
-    axes.annotate(f"ridge {ridge:.0f}", (ridge, left * bw / 2), xytext=(4, 6), textcoords="offset points", fontsize=8, color="0.45")
+    axes.annotate(f"ridge {ridge:.0f}", (ridge, bottom), xytext=(4, 6), textcoords="offset points", fontsize=8, color="0.45")
     slope = math.sqrt(left * ridge)
     axes.annotate(f"{bw / 1e12:.3g} TB/s", (slope, slope * bw), xytext=(-8, 6), textcoords="offset points", fontsize=8, color="0.25", ha="right")
     axes.annotate(f"{peak / 1e12:.4g} TFLOP/s", (right, peak), xytext=(-4, 6), textcoords="offset points", fontsize=8, color="0.25", ha="right")
-    for n, group in enumerate(_together(drawn)):
-        _point(axes, group, peak, bw, f"C{n % 10}")
+    for n, group in enumerate(groups):
+        _point(axes, group, groups[n + 1:], peak, bw, f"C{n % 10}")
     axes.spines[["top", "right"]].set_visible(False)
     if path is not None:
         axes.figure.savefig(path, dpi=130)
@@ -246,32 +270,65 @@ def _new_axes() -> Any:
     return Figure(figsize=(8, 4.8), layout="constrained").subplots()       # not pyplot's: nothing to close, no backend to choose
 
 
+def _bottom(axes: Any, groups: Sequence[Sequence[Kernel]], left: float, peak: float, bw: float) -> float:
+    """Where the FLOP/s begin: below every point, and far enough below the roof for the label of each group."""
+    points = 72 * 0.75 * axes.figure.get_size_inches()[1]               # the height of the axes
+    lowest = left * bw / 2
+    for group in groups:
+        roof = min(peak, group[0].intensity * bw)
+        lowest = min(lowest, *(x.flops / x.measured / 2 for x in group if x.measured), roof)
+        label = min(12 + 11 * len(_label(group, peak, bw).splitlines()), 0.8 * points)
+        lowest = min(lowest, 10 ** ((points * math.log10(roof) - label * math.log10(peak * 5)) / (points - label)))
+    return lowest
+
+
 def _together(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """Kernels whose points would cover one another: the same intensity within a tenth, and neither measured."""
+    """Kernels whose points or labels would cover one another: the same intensity within a tenth."""
     groups: list[list[Kernel]] = []
     for x in sorted(kernels, key=lambda x: x.intensity):
-        last = groups[-1][0] if groups else None
-        if last is not None and x.measured is None and last.measured is None and x.intensity < 1.1 * last.intensity:
+        if groups and x.intensity < 1.1 * groups[-1][0].intensity:
             groups[-1].append(x)
         else:
             groups.append([x])
     return groups
 
 
-def _point(axes: Any, group: Sequence[Kernel], peak: float, bw: float, color: str) -> None:
-    """A point and its label, to the right of it and below the roof, where nothing else is."""
+def _point(axes: Any, group: Sequence[Kernel], right: Sequence[Sequence[Kernel]], peak: float, bw: float, color: str) -> None:
+    """The points of a group and their label: to the right of them and below the roof, or to the left and above it where points of the groups
+    on the right are in the way."""
     x = group[0]
     roof = min(peak, x.intensity * bw)
     axes.plot(x.intensity, roof, "o", color=color, markersize=8, markerfacecolor="white", markeredgewidth=1.8, zorder=3)
-    if x.measured is not None:
-        rate = x.flops / x.measured
-        axes.plot([x.intensity, x.intensity], [rate, roof], color=color, linewidth=0.8)
-        axes.plot(x.intensity, rate, "o", color=color, markersize=8, zorder=3)
-    total = sum(one.measured if one.measured is not None else one.seconds(peak, bw) for one in group)
-    names = textwrap.wrap(", ".join(dict.fromkeys(one.name for one in group)), 34)
-    label = "\n".join([*names, f"{_milliseconds(total)}{' measured' if x.measured is not None else ''}"])
-    axes.annotate(label, (x.intensity, roof), xytext=(9, -5), textcoords="offset points", fontsize=8, color=color, ha="left", va="top",
+    for one in group:
+        if one.measured is not None:
+            rate = one.flops / one.measured
+            axes.plot([x.intensity, x.intensity], [rate, roof], color=color, linewidth=0.8)
+            axes.plot(x.intensity, rate, "o", color=color, markersize=8 if len(group) == 1 else 6, markeredgecolor="white", markeredgewidth=0.6, zorder=3)
+    label = _label(group, peak, bw)
+    free = not any(_covers(axes, (x.intensity, roof), label, other, min(peak, other[0].intensity * bw)) for other in right)
+    axes.annotate(label, (x.intensity, roof), xytext=(9, -5) if free else (-9, 5), textcoords="offset points", fontsize=8, color=color,
+                  ha="left" if free else "right", va="top" if free else "bottom",
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
+
+
+def _covers(axes: Any, at: tuple[float, float], label: str, group: Sequence[Kernel], roof: float) -> bool:
+    """Whether a label on the right of a point, below it, would cover the points of a group or the line between them. Its size is an estimate."""
+    points = lambda x, y: axes.transData.transform((x, y)) * 72 / axes.figure.dpi
+    rates = [x.flops / x.measured for x in group if x.measured is not None]
+    (left, top), (across, high), low = points(*at), points(group[0].intensity, roof), points(group[0].intensity, min([roof, *rates]))[1]
+    lines = label.splitlines()
+    return across - 6 < left + 9 + 4.7 * max(map(len, lines)) and low - 6 < top - 5 and high + 6 > top - 5 - 11 * len(lines)
+
+
+def _label(group: Sequence[Kernel], peak: float, bw: float) -> str:
+    """The names and what they take: together where that is predicted, a line for each where one of several was measured, the longest first."""
+    times = {one: one.measured if one.measured is not None else one.seconds(peak, bw) for one in group}
+    was_measured = [one.measured is not None for one in group]
+    if len(group) == 1 or not any(was_measured):
+        names = textwrap.wrap(", ".join(dict.fromkeys(one.name for one in group)), 34)
+        return "\n".join([*names, f"{_milliseconds(sum(times.values()))}{' measured' if any(was_measured) else ''}"])
+    lines = [f"{one.name}  {_milliseconds(times[one])}{'' if one.measured is not None else ' predicted'}" for one in sorted(group, key=lambda one: -times[one])]
+    return "\n".join(["measured:", *lines])
 
 
 def _milliseconds(seconds: float) -> str:

@@ -5,8 +5,8 @@
     print(t)                    # a table by operation, and the total
 
 It is a dispatch mode: it sees every operation below autograd, so forward and backward passes alike, on real, meta and fake tensors.
-What counts is in `attnfuse.counting`. The count is what the kernels ask of the memory if each reads everything once; caches that hold a
-result until the next kernel reads it make the measured traffic smaller.
+What counts is in `attnfuse.counting`. The count is what the kernels ask of the memory if each finds the cache empty and leaves it so; what a
+cache holds of a result until the next kernel reads it makes the measured traffic smaller.
 
 Our own operations count as the generated kernels are predicted to move (`attnfuse.codegen.predict`). What inductor compiles runs outside
 of the dispatcher and is not seen: to count an optimised model, optimise it with ``inner="eager"``.
@@ -26,12 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel: the operation's name, bytes read and written, floating-point operations of its products (0 for everything else)."""
+    """One kernel: the operation's name, bytes read and written, floating-point operations of its products (0 for everything else).
+
+    `kernel` is False for a copy of one dense stretch of memory to another of the same dtype. A GPU's copy function makes it
+    (``cudaMemcpyAsync``): it moves memory like a kernel, and a profiler of kernels does not list it.
+    """
 
     op: str
     read: int
     written: int
     flops: int = 0
+    kernel: bool = field(default=True, kw_only=True)
 
     @property
     def moved(self) -> int:
@@ -124,9 +129,11 @@ def traffic(device: str | Device | None = None) -> Iterator[Traffic]:
     """Count the bytes that everything inside the ``with`` block reads and writes.
 
     Args:
-        device: count as on this GPU (``"h100"``, see `attnfuse.codegen.devices`): dropout is then the one kernel that it is there, which
-            writes a mask of bytes (the one inside of `nn.functional.multi_head_attention_forward` stays as it runs), and our own operations are predicted for it. By default kernels are counted as they run
-            where the tensors are, and predictions are for the GPU that is there, or else for an H100.
+        device: count as on this GPU (``"h100"``, see `attnfuse.codegen.devices`), wherever the tensors are. Dropout is then the one kernel that
+            it is there, which writes a mask of bytes (the one inside of `nn.functional.multi_head_attention_forward` stays as it runs); the
+            backward pass of a softmax is two kernels; what an elementwise kernel broadcasts is fetched again where its cache cannot hold it
+            from one use to the next; and our own operations are predicted for it. By default kernels are counted as they run where the
+            tensors are, on a GPU with its cache, and predictions are for the GPU that is there, or else for an H100.
 
     Yields:
         The `Traffic`, which grows as the block runs.

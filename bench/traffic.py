@@ -7,7 +7,8 @@ For each case (GPT-2 medium's layer, a longer one, one with a learned bias, one 
 fused attention, the generated kernels): bytes read from and written to the main memory, as `attnfuse.traffic` predicts them and as
 ``dram__bytes_read.sum`` and ``dram__bytes_write.sum`` count them, kernel by kernel for the generated ones. The profiler empties the caches
 before every kernel, which is what the prediction assumes: each kernel reads everything once. What a kernel leaves in the second-level cache is
-written later and not counted as its own. Writes traffic.csv.
+written later and not counted as its own. Copies in one piece are not kernels: the profiler does not list them, and here they are not predicted
+either. Writes traffic.csv, and every kernel that was counted to traffic_kernels.csv.
 """
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -178,7 +180,7 @@ def parsed(text: str) -> list[list[Call]]:
 
 def rows_of(name: str, way: str, case: Case, predicted: Traffic, seen: Sequence[Call]) -> list[dict[str, Any]]:
     """The whole of a way, then each generated kernel; bytes in GB."""
-    found = [("all", predicted.calls, seen)]
+    found = [("all", [c for c in predicted.calls if c.kernel], seen)]
     if way == "attnfuse":
         for op in dict.fromkeys(c.op for c in predicted.calls if c.op in KERNELS):
             found.append((op.removeprefix("attnfuse::"), [c for c in predicted.calls if c.op == op], [c for c in seen if generated(c.op) == op]))
@@ -193,6 +195,30 @@ def rows_of(name: str, way: str, case: Case, predicted: Traffic, seen: Sequence[
         row["kernels"] = len(theirs)
         out.append(row)
     return out
+
+
+def kernel_rows(name: str, way: str, seen: Sequence[Call]) -> list[dict[str, Any]]:
+    """Every kernel that was counted, in the order in which they ran; bytes in MB."""
+    return [{"case": name, "way": way, "number": n, "kernel": short(c.op), "read_MB": round(c.read / 1e6, 3), "written_MB": round(c.written / 1e6, 3)}
+            for n, c in enumerate(seen)]
+
+
+def short(function: str, width: int = 100) -> str:
+    """The name of a kernel without namespaces, result and parameters, and with as much of its template arguments as fits.
+
+    >>> short("void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<c10::Half>>(int, T2)")
+    'vectorized_elementwise_kernel<4, FillFunctor<Half>>'
+    """
+    plain = re.sub(r"\((?:anonymous namespace|int|bool|unsigned int|long)\)|<unnamed>", "", function)
+    plain = re.sub(r"\w*::", "", plain)
+    depth = 0
+    for n, c in enumerate(plain):
+        depth += (c == "<") - (c == ">")
+        if c == "(" and depth == 0:
+            plain = plain[:n]
+            break
+    plain = re.sub(r"^(?:void|__global__)\s+", "", plain.strip())
+    return plain if len(plain) <= width else plain[:width - 1] + "…"
 
 
 def generated(function: str) -> str | None:
@@ -233,6 +259,7 @@ def main() -> None:
     for row in rows:
         print({k: v for k, v in row.items() if k not in ("B", "H", "T", "D", "dtype")})
     save("traffic", rows, given.folder)
+    save("traffic_kernels", [row for (name, way), calls in seen.items() for row in kernel_rows(name, way, calls)], given.folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..counting import Counter, distinct_bytes
+from ..counting import Counter
+from ..extents import distinct_bytes
 from ..report import GivenWeights
 from ..traffic import Call
 from . import nodes

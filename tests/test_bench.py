@@ -154,8 +154,49 @@ def test_counters_beside_predictions() -> None:
     assert list(rows) == ["all", "attention", "attention_backward (rows)", "attention_backward (keys)"]
     assert rows["all"]["counted_GB"] == 3.487 and rows["all"]["counted/predicted"] == round(3.487 / 4, 3) and rows["all"]["kernels"] == 4
     assert rows["attention"]["counted/predicted"] == 0.2 and rows["attention_backward (keys)"]["counted/predicted"] == 3.05
+    copied = traffic.rows_of("long", "eager", traffic.CASES["long"], Traffic([*predicted.calls, Call("copy_", 5, 5, kernel=False)]), seen)
+    assert copied[0]["predicted_GB"] == 4.0, "the profiler does not list a copy in one piece"
     with pytest.raises(RuntimeError, match="in Kbyte and byte"):
         traffic.parsed(COUNTERS.replace('"","","","","byte"', '"","","","","Kbyte"'))
+
+
+def test_every_counted_kernel_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the profiler listed, by case, way and order, in a table beside the main one."""
+    from attnfuse.traffic import Traffic
+    from bench import traffic
+
+    text = COUNTERS.replace("void gemm<float>(int, int)", "void at::native::(anonymous namespace)::gemm<(int)4, c10::Half, (bool)1>(float, T<(int)2>)")
+    groups = traffic.parsed(text) + [[]]
+    monkeypatch.setattr(traffic, "predictions", lambda case: {way: Traffic([]) for way in traffic.WAYS})
+    monkeypatch.setattr(traffic, "counted", lambda names: dict(zip([(n, w) for n in names for w in traffic.WAYS], groups, strict=True)))
+    monkeypatch.setattr(sys, "argv", ["traffic", "--only", "long", "--folder", str(tmp_path)])
+    traffic.main()
+    first, *rest = (tmp_path / "traffic_kernels.csv").read_text().splitlines()
+    rows = list(csv.DictReader(rest))
+    assert first.startswith("# ") and list(rows[0]) == ["case", "way", "number", "kernel", "read_MB", "written_MB"]
+    assert [tuple(r.values()) for r in rows[:2]] == [("long", "eager", "0", "gemm<4, Half, 1>", "1000.0", "500.0"),
+                                                     ("long", "sdpa", "0", "attention_forward_causal_d64", "0.0", "0.0")]
+    assert [r["number"] for r in rows] == ["0", "0", "1", "2", "3"] and (tmp_path / "traffic.csv").exists()
+    assert len(traffic.short("k<" + "x, " * 99 + ">(int)")) == 100
+
+
+def test_the_measured_roofline_is_drawn_from_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on one machine, drawn on another."""
+    pytest.importorskip("matplotlib")
+    from attnfuse.codegen.devices import CARDS
+    from attnfuse.roofline import Kernel
+    from bench import roofline_plot
+
+    kernels = [Kernel("mul", 1e9, 4e9, 1.1e-3), Kernel("bmm", 2.7e11, 4.8e9, 1.3e-3), Kernel("copy_", 1e9, 4e9), Kernel("fused", 1.5e11, 5e8, 4e-4)]
+    monkeypatch.setattr(roofline_plot, "measured", lambda: roofline_plot.rows_of(kernels, CARDS["h200"]))
+    for given, spec in ((["--folder", str(tmp_path)], None), (["--draw", str(tmp_path)], object())):
+        monkeypatch.setattr(roofline_plot.importlib.util, "find_spec", lambda _, spec=spec: spec)
+        monkeypatch.setattr(sys, "argv", ["roofline_plot", *given])
+        roofline_plot.main()
+        assert (tmp_path / "roofline_measured.png").exists() == (spec is not None)
+    rows = list(csv.DictReader((tmp_path / "roofline_measured.csv").read_text().splitlines()[1:]))
+    assert [(r["kernel"], r["measured_ms"]) for r in rows] == [("mul", "1.1"), ("bmm", "1.3"), ("copy_", ""), ("fused", "0.4")]
+    assert rows[0]["predicted_ms"] == "0.8333" and rows[0]["device"] == "H200"
 
 
 def test_traffic_is_predicted_without_a_gpu() -> None:

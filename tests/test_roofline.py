@@ -4,10 +4,14 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from attnfuse import roofline as r
+import attnfuse
+from attnfuse import measuring, roofline as r
+from bench.headline import attention
 
 A100 = (312e12, 2.039e12)
 H100 = (989e12, 3.35e12)
@@ -115,6 +119,106 @@ def test_every_kernel_takes_the_longer_of_two_times(rng: random.Random) -> None:
 def test_nonsense_is_named(call: object) -> None:
     with pytest.raises(ValueError, match="must|no kernel"):
         call()  # type: ignore[operator]
+
+
+def test_measured_kernels_of_one_intensity_share_a_label() -> None:
+    pytest.importorskip("matplotlib")
+    kernels = [r.Kernel("mul", 1e9, 4e9, 1.1e-3), r.Kernel("softmax", 1e9, 4e9, 2.2e-3), r.Kernel("copy", 1.05e9, 4e9), r.Kernel("fused", 4e12, 1e9, 8e-3)]
+    axes = r.plot(kernels, *H100)
+    labels = [t.get_text() for t in axes.texts]
+    assert "measured:\nsoftmax  2.2 ms\ncopy  1.19 ms predicted\nmul  1.1 ms" in labels
+    assert sum("softmax" in x or "mul" in x for x in labels) == 1 and "fused\n8 ms measured" in labels
+    filled = [line for line in axes.lines if len(line.get_xdata()) == 1 and line.get_markerfacecolor() != "white"]
+    assert sorted(round(line.get_ydata()[0] / 1e9, 1) for line in filled) == [454.5, 909.1, 500000.0], "each of them is drawn"
+    low, high = axes.get_ylim()
+    assert low < 454.5e9 / 2 and high > H100[0]
+
+
+def test_a_label_gives_way_to_what_was_measured_on_its_right() -> None:
+    pytest.importorskip("matplotlib")
+    side = lambda measured: next(t for t in r.plot([r.Kernel("bmm", 2.7e11, 4.8e9, 1.2e-3), r.Kernel("fused", 1.46e11, 5.5e8, measured)], *H100).texts
+                                 if t.get_text().startswith("bmm")).get_ha()
+    assert side(1.1e-3) == "right" and side(0.2e-3) == side(None) == "left"
+
+
+# ---- measuring
+
+CHAINS = {
+    ("aten::copy_", "aten::clone", "aten::masked_fill"): "copy_", ("aten::masked_fill_", "aten::masked_fill"): "masked_fill_",
+    ("aten::bmm", "aten::matmul"): "bmm", ("aten::_softmax", "aten::softmax"): "_softmax", ("aten::native_dropout", "aten::dropout"): "native_dropout",
+    ("aten::fill_", "aten::ones"): "fill_", ("aten::fill_", "aten::zero_", "aten::zeros"): "zero_", ("aten::mul",): "mul",
+    ("aten::index_select", "aten::embedding"): "index_select", ("aten::addmm", "aten::linear"): "addmm",
+    ("aten::_flash_attention_forward", "aten::_scaled_dot_product_flash_attention", "aten::scaled_dot_product_attention"): "_scaled_dot_product_flash_attention",
+    ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_flash_attention_backward", "aten::_scaled_dot_product_flash_attention_backward",
+     "autograd::engine::evaluate_function: X"): "copy_",
+    ("aten::_flash_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"): "_scaled_dot_product_flash_attention_backward",
+    ("aten::mul", "aten::_softmax_backward_data"): "mul", ("aten::_softmax_backward_data", "autograd::engine::evaluate_function: X"): "_softmax_backward_data",
+    ("attnfuse::attention", "Torch-Compiled Region: 0/0"): "fused", ("aten::bmm", "attnfuse::weights"): "fused",
+    ("aten::sum", "attnfuse::attention_backward"): "attention_backward", ("Torch-Compiled Region: 0/0",): "other", (): "other", ("mylib::nothing",): "other"}
+
+
+@pytest.mark.parametrize("within", CHAINS)
+def test_a_kernel_belongs_to_the_operation_that_is_counted(within: tuple[str, ...]) -> None:
+    assert measuring.operation(within) == CHAINS[within]
+
+
+def test_seconds_are_summed_by_operation() -> None:
+    """Made-up events: their own kernels count, those of what they call count there, and marks on the time line do not."""
+    def event(name: str, parent: object = None, *microseconds: float, mark: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(name=name, cpu_parent=parent, kernels=[SimpleNamespace(duration=m) for m in microseconds], is_user_annotation=mark)
+
+    outer = event("aten::masked_fill")
+    clone = event("aten::clone", outer)
+    events = [outer, clone, event("aten::copy_", clone, 5.0, 2.0), event("aten::masked_fill_", outer, 3.0), event("aten::copy_", None, 1.0),
+              event("a mark", None, 100.0, mark=True), event("cudaLaunchKernel", None, 4.0)]
+    found = measuring.by_operation(measuring.launches(events, measuring.kernel_seconds))
+    assert {n: round(1e6 * s) for n, s in found.items()} == {"copy_": 8, "other": 4, "masked_fill_": 3} and list(found) == ["copy_", "other", "masked_fill_"]
+
+
+def test_operations_of_a_profile_are_those_of_the_count() -> None:
+    """The time that a CPU takes stands in for that of kernels: every operation of the count is in the profile by its name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    q, k, v = torch.randn(3, 1, 2, 64, 16)
+    with attnfuse.traffic() as counted:
+        attention(q, k, v, 0.0)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        attention(q, k, v, 0.0)
+    found = measuring.by_operation(measuring.launches(seen.events(), lambda e: 1e-6 * e.self_cpu_time_total))
+    assert {c.op for c in counted.calls} - set(found) == set()
+    assert {"copy_", "masked_fill_", "_softmax", "bmm", "mul"} <= set(found)
+    report = attnfuse.explain(lambda q, k, v: attention(q, k, v, 0.0), q, k, v)
+    assert {x.name for x in report.kernels()} <= {*found, "fused"} and any(x.measured for x in report.kernels(found))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_measuring_takes_a_gpu() -> None:
+    with pytest.raises(ValueError, match="on a CUDA device, and PyTorch sees none"):
+        r.measure(lambda: None)
+    with pytest.raises(ValueError, match="times must be positive"):
+        r.measure(lambda: None, times=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernels_of_an_attention_are_measured() -> None:
+    q, k, v = (torch.randn(16, 16, 1024, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    written = lambda q, k, v: attention(q, k, v, 0.1)
+    with torch.no_grad():
+        report = attnfuse.explain(written, q, k, v, run=False)
+        found = r.measure(lambda: written(q, k, v))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            written(q, k, v)
+        end.record()
+        torch.cuda.synchronize()
+        fused = attnfuse.optimize(written, inner="eager", fullgraph=True)
+        ours = r.measure(lambda: fused(q, k, v))
+    assert {x.name for x in report.kernels()} <= {*found, "fused"}, f"measured: {found}"
+    assert sum(found.values()) == pytest.approx(start.elapsed_time(end) / 1e4, rel=0.3)
+    assert 0 < ours["fused"] < sum(found.values()) / 3
+    assert all(x.measured for x in report.kernels(found | ours))
 
 
 def test_the_picture(tmp_path: Path) -> None:
