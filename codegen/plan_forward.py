@@ -51,8 +51,8 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
         plain = bounded or not (analyse(spec).bounds or work.held.rows or work.held.columns)
         if request.keys >= keys and plain:
             shapes = (larger, *shapes)
-    if table is tables.HOPPER and limit in tables.PAIRED_HOPPER and described_pairs(spec, request.described) and not spec.dropouts:
-        shapes = (tables.PAIRED_HOPPER[limit], *shapes)
+    if table is tables.HOPPER and described_pairs(spec, request.described) and not spec.dropouts:
+        shapes = (*dict(tables.PAIRED_HOPPER).get(limit, ()), *shapes)
     shapes = within_map(spec, shapes)
     if gathers(spec) and "float32" in products(spec):
         shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers

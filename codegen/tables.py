@@ -22,7 +22,7 @@ HOPPER: Table = (
 )
 LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048, True), 128: ((128, 64, 4, 2), 0, False)}
 """What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles and rows or columns be read)."""
-PAIRED_HOPPER: dict[int, Shape] = {128: (128, 64, 8, 3)}
+PAIRED_HOPPER: Table = ((128, ((128, 64, 8, 4), (128, 64, 8, 3))),)
 """Where a float for every score comes by descriptor."""
 AMPERE: Table = (
     (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
