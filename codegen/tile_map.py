@@ -222,7 +222,7 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     lists = launcher(module.list_tiles, (batch * (n_rows + n_columns), 1, 1), [None] * 3,
                      [n_rows, n_columns, named["i"], named["j"], batch * n_rows], {"CHUNK": CHUNK}, {})
     there = (batch, n_rows, n_columns)
-    buffers = [(s, torch.empty(s, device="meta").stride()) for s in (by_rows, by_columns, there)]
+    buffers = [(tuple(s), torch.empty(s, device="meta").stride()) for s in (by_rows, by_columns, there)]
 
     def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if 0 in there:

@@ -41,8 +41,8 @@ def test_in_the_interpreter(which: str, tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients and scratch are allocated full of a number that no attention gives: what a kernel fails to write is seen."""
-    allocate = launch_backward._scratch
-    monkeypatch.setattr(launch_backward, "_scratch", lambda *args: allocate(*args).fill_(12345.0))
+    allocate = launch_backward.empty
+    monkeypatch.setattr(launch_backward, "empty", lambda *args: allocate(*args).fill_(12345.0))
 
 
 @pytest.fixture

@@ -52,8 +52,8 @@ def arrange(seed: int, patch: pytest.MonkeyPatch) -> None:
                 replace(p, block_m=m, block_n=m if getattr(args[-1], "kind", "") == "diagonals" else n) for p in candidates(*args))
 
         patch.setattr(module, "candidates", small)
-    scratch, allocate = launch_backward._scratch, launch._allocate
-    patch.setattr(launch_backward, "_scratch", lambda *args: scratch(*args).fill_(12345.0))
+    scratch, allocate = launch_backward.empty, launch._allocate
+    patch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(12345.0))
     patch.setattr(launch, "_allocate", lambda *args: tuple(t.fill_(12345.0) for t in allocate(*args)))
 
 

@@ -340,9 +340,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate, scratch = launch._allocate, launch_backward._scratch
+    allocate, scratch = launch._allocate, launch_backward.empty
     monkeypatch.setattr(launch, "_allocate", lambda *args: tuple(t.fill_(12345.0) for t in allocate(*args)))
-    monkeypatch.setattr(launch_backward, "_scratch", lambda *args: scratch(*args).fill_(12345.0))
+    monkeypatch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(12345.0))
 
 
 def check(case: Case, shape: Shape, dtype: torch.dtype, seed: int, mapped: bool = False) -> None:
@@ -385,8 +385,8 @@ def test_kernels_read_the_table_beside_a_map(name: str, seed: int) -> None:
 def test_memory_is_linear(seed: int, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer of the backward pass has an element for every score."""
     made: list[int] = []
-    scratch = launch_backward._scratch
-    monkeypatch.setattr(launch_backward, "_scratch", lambda *args: made.append(math.prod(args[0])) or scratch(*args))
+    scratch = launch_backward.empty
+    monkeypatch.setattr(launch_backward, "empty", lambda *args: made.append(math.prod(args[0])) or scratch(*args))
     check(BY_NAME["t5_causal"], Shape((2, 1), 160, 160, 8, 8), torch.float32, seed)
     assert 19 * 16 * 16 in made and max(made) < 160 * 160
 

@@ -162,8 +162,8 @@ def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda 
 
 @pytest.fixture
 def poisoned_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = launch_backward._scratch
-    monkeypatch.setattr(launch_backward, "_scratch", lambda *args: scratch(*args).fill_(12345.0))
+    scratch = launch_backward.empty
+    monkeypatch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(12345.0))
 
 
 @pytest.mark.usefixtures("poisoned_backward")

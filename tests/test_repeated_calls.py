@@ -17,7 +17,7 @@ import torch
 import attnfuse
 from attnfuse import ops, tilemap
 from attnfuse.codegen import launch, launch_backward, launch_weights, tile_map
-from attnfuse.codegen.launcher import launcher
+from attnfuse.codegen.launcher import empty, launcher
 from attnfuse.settings import NAMES, current, in_force
 from tests.specs import BY_NAME, Case, Shape, with_map
 
@@ -59,6 +59,13 @@ class Function:
         return find
 
 
+def as_on_a_gpu(shape: object, strides: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Where memory is allocated by a function that takes tuples of integers and nothing else."""
+    for given in (shape, strides):
+        assert type(given) is tuple and all(type(n) is int for n in given), given
+    return empty(shape, strides, dtype, device)  # type: ignore[arg-type]
+
+
 @pytest.fixture(autouse=True)
 def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers believe that there is a device; kernels are neither written nor run."""
@@ -66,6 +73,8 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch, launch_backward, launch_weights):
         monkeypatch.setattr(module, "function", lambda *_: Function())
     monkeypatch.setattr(tile_map, "_module", lambda *_: types.SimpleNamespace(tiles_of_mask=Function(), list_tiles=Function()))
+    for module in (launch, launch_backward, tile_map):
+        monkeypatch.setattr(module, "empty", as_on_a_gpu)
     for module, name in ((launch, "_runs"), (launch_backward, "_runs"), (tile_map, "_runs"), (launch_weights, "_ladders")):
         monkeypatch.setattr(module, name, {})
 
