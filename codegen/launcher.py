@@ -23,7 +23,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Of a descriptor: the order in which it takes the tensor's dimensions, and the shape of its boxes."""
 
 
-_on_the_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_on_the_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
