@@ -46,7 +46,7 @@ def kernels(name: str, args: Sequence[Any], result: Any, on_gpu: bool, cache: in
         return None
     if name in ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"):
         lengths = args[6] if "flash" in name else args[9]
-        return None if lengths is not None else _flash_backward(name, args, result, flash="flash" in name)
+        return None if lengths is not None else _flash_backward(name, args, result, cache, flash="flash" in name)
     if name == "_scaled_dot_product_efficient_attention":
         return None if args[3] is None else _efficient(name, args, result, cache)
     if name == "_scaled_dot_product_efficient_attention_backward":
@@ -64,7 +64,7 @@ def _softmax_backward(name: str, args: Sequence[Any], result: torch.Tensor) -> l
 
 # ---- FlashAttention 2 and cuDNN
 
-def _flash_backward(name: str, args: Sequence[Any], result: Sequence[torch.Tensor], flash: bool) -> list[Call]:
+def _flash_backward(name: str, args: Sequence[Any], result: Sequence[torch.Tensor], cache: int, flash: bool) -> list[Call]:
     """Three kernels around sums of the queries' gradient in float32, to which every tile of keys adds.
 
     The first reads the result and its gradient, writes a number a row and fills the sums with zeros; the second reads all operands and that
@@ -85,11 +85,12 @@ def _flash_backward(name: str, args: Sequence[Any], result: Sequence[torch.Tenso
             calls.append(Call("copy_", sizes[n], whole))
             sizes[n] = whole
     row, arrived = _FLOAT * batch * heads * queries, sum(sizes)
+    biased = 0 if flash else _bias(args[8], cache)
     sums = row * (_rounded(width) if flash else width)
     written = [distinct_bytes([x]) for x in result[1:3]]
     spread = [n * heads // int(x.shape[1]) for n, x in zip(written, (key, value), strict=True)]
     calls += [Call(name, arrived, row + sums),
-              Call(name, distinct_bytes([query, key, value, logsumexp]) + sizes[0] + row + sums, sum(spread) + sums),
+              Call(name, distinct_bytes([query, key, value, logsumexp]) + sizes[0] + row + sums + biased, sum(spread) + sums),
               Call(name, sums, distinct_bytes([result[0]]))]
     return calls + [Call("sum" if flash else name, wide, narrow) for wide, narrow in zip(spread, written, strict=True) if wide != narrow]
 

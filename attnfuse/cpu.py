@@ -33,7 +33,7 @@ _DEAD = -1e8
 the tiled loop looks at each row."""
 
 
-FEW = 64
+FEW = 32
 """Up to so many keys backward is left to the tiled loop. It has all weights of a row at once and sums delta from them, as eager does; the
 fused kernel takes it from the result, whose rounding is more than what is left of a gradient where values hardly differ."""
 

@@ -142,7 +142,8 @@ def naming_the_way_out(compiled: Compiled) -> Compiled:
         nonlocal found
         results = compiled(*args)
         if not found:
-            found = any(_guarded(x.grad_fn) for x in (results if isinstance(results, (tuple, list)) else (results,)) if isinstance(x, torch.Tensor))
+            every = results if isinstance(results, (tuple, list)) else (results,)
+            found = any(_refuses_from_now_on(x.grad_fn) for x in every if isinstance(x, torch.Tensor))
         return results
 
     # With what compilers leave on their functions, but for Dynamo's own marks, by which it would look through this one.
@@ -150,8 +151,8 @@ def naming_the_way_out(compiled: Compiled) -> Compiled:
     return call
 
 
-def _guarded(node: Any) -> bool:
-    """Whether a result comes from the compiled graph, whose class then refuses second derivatives."""
+def _refuses_from_now_on(node: Any) -> bool:
+    """Have the class of a compiled graph, found at the node behind a result, refuse second derivatives; False where the node is none of such a class."""
     if node is None or node.name() != "CompiledFunctionBackward":
         return False
     function = type(node)._forward_cls

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import composed
-from . import ops  # noqa: F401  (defines the operations that are named here)
+from . import ops
 from .counting import taken_apart
 
 FUSED = "fused"
@@ -91,7 +91,7 @@ def operation(within: Sequence[str]) -> str:
     known = [n for n in within if _is_program(n) is not None]
     if not known:
         return OTHER
-    counted = next((n for n in reversed(known) if not _is_program(n)), known[0])
+    counted = next((n for n in reversed(known) if not _is_program(n)), known[0]).removesuffix(ops.IN_GRAPH)
     if counted in ("attnfuse::attention", "attnfuse::weights"):
         return FUSED
     name, inner = (n.rpartition("::")[2] for n in (counted, known[0]))

@@ -7,6 +7,7 @@
     torch.ops.attnfuse.tile_map(like, operands, sizes, mask) -> (rows, columns)
     torch.ops.attnfuse.distance_table(like, operands, sizes, table) -> table
     torch.ops.attnfuse.distance_table_backward(grad, operands, sizes, table, needs) -> gradients
+    torch.ops.attnfuse.attention_in_graph(…)        and so on: the same without autograd
 
 `spec` is `AttentionSpec.to_json()`, `sizes` the integers of `AttentionSpec.size_names`; out (batch…, i, e) has the strides that
 `spec.out_order` says, stats (batch…, i, 2) are the row statistics of `walker.forward`. A gradient that is not needed
@@ -351,7 +352,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "distance_table": (_distance_table, _fake_distance_table), "distance_table_backward": (_distance_table_backward, _fake_distance_table_backward)}
 """By name, what computes and what gives the shapes."""
 IN_GRAPH = "_in_graph"
-"""How the names of the same operators without autograd end, for graphs that were differentiated: `attnfuse.compiled`."""
+"""How the names of the same operators without autograd end, for graphs that were differentiated: `attnfuse.compiled`. Inductor's stored artefacts
+call them by name, so they keep it."""
 
 for _name, (_computes, _shapes) in OPERATORS.items():
     _known = getattr(torch.ops.attnfuse, _name)

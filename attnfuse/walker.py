@@ -290,18 +290,20 @@ def _delta(call: Call, tiles: Iterable[tuple[Box, Expr]], rows: RowGradients) ->
 
 
 def _mean(call: Call, total: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Σ_j weight · its gradient over Σ_j weight. The weights add up to one but for rounding, which is divided out; sinks, and rows without
-    weights, keep the plain sum."""
+    """What weights, or a sum by them, would be if they added up to one, as they do but for rounding; `mass` is what they add up to. With sinks
+    they add up to less, and rows without weights have none: both stay as they are."""
     return total if call.spec.extra_terms else torch.where(mass > 0.5, total / mass, total)
 
 
-def _recomputed(call: Call, tile: Box, program: Expr, rows: RowGradients, memo: dict[Expr, torch.Tensor],
-                after: dict[Expr, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _recomputed(call: Call, tile: Box, program: Expr, rows: RowGradients, memo: dict[Expr, torch.Tensor], after: dict[Expr, torch.Tensor],
+                alone: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(softmax weights, weights after the weight program, gradient of the softmax weights) of a tile; the memos keep what
-    the two programs computed on the way."""
+    the two programs computed on the way. Where the tile is `alone` its weights add up to one whatever the statistics' rounding."""
     spec, shape = call.spec, lengths(tile, call.score_axes)
     key = call.rectangle(spec.key, tile, ("j", "d"))
     probability = rows.weights(score_of(call, program, tile, rows.query, key, memo).expand(shape))
+    if alone:
+        probability = _mean(call, probability, probability.sum(-1, keepdim=True))
     weight, arrived = probability, rows.arrived(call, tile).expand(shape)
     if spec.weight != WEIGHT:
         after.update({WEIGHT: probability, UPSTREAM: arrived})
@@ -316,12 +318,12 @@ def _backward_tile(call: Call, tile: Box, program: Expr, rows: RowGradients, gra
     key = call.rectangle(spec.key, tile, ("j", "d"))
     memo: dict[Expr, torch.Tensor] = {}
     after: dict[Expr, torch.Tensor] = {}
-    probability, weight, arrived = _recomputed(call, tile, program, rows, memo, after)
+    probability, weight, arrived = _recomputed(call, tile, program, rows, memo, after, alone)
     if after:
         _add_loads(call, spec.weight, tile, after, grads)
     rows.add_value(call, tile, weight, grads)
     if alone:
-        rows.delta = _mean(call, (probability * arrived).sum(-1, keepdim=True), probability.sum(-1, keepdim=True))
+        rows.delta = (probability * arrived).sum(-1, keepdim=True)
     memo[UPSTREAM] = (arrived - rows.delta).mul_(probability)
     _add_loads(call, program, tile, memo, grads)
     _add_dot(call, program, tile, memo, rows, key, grads)

@@ -50,14 +50,15 @@ def _direct(compiled: Any, grid: tuple[int, int, int], tensors: Sequence[torch.T
     from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 
     launcher, metadata = compiled.run, compiled.metadata
-    if type(launcher) is not CudaLauncher or metadata.global_scratch_size or metadata.profile_scratch_size:
+    more = metadata.global_scratch_size or metadata.profile_scratch_size or getattr(launcher, "gsan_enabled", False)
+    if type(launcher) is not CudaLauncher or more:
         raise ValueError("a launcher that does more than launch")
-    seen: list[tuple[Any, ...]] = []
-    recorder = copy.copy(launcher)
-    recorder.launch = wrap_handle_tensordesc(lambda *args: seen.append(args), compiled.src.signature, getattr(metadata, "tensordesc_meta", None))
 
     def handed(arguments: Sequence[object]) -> tuple[list[Any], list[Any]]:
         """What the function in C gets: everything, and the kernel's own arguments, which newer versions pass as one, the last."""
+        seen: list[tuple[Any, ...]] = []         # of this call alone: others may be at it in other threads
+        recorder = copy.copy(launcher)
+        recorder.launch = wrap_handle_tensordesc(lambda *args: seen.append(args), compiled.src.signature, getattr(metadata, "tensordesc_meta", None))
         recorder(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments, *rest)
         everything = list(seen.pop())
         return everything, list(everything[-1]) if isinstance(everything[-1], (tuple, list)) else everything

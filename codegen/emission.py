@@ -194,9 +194,8 @@ class Emission:
         else:
             tile, attention = "pid % n_tiles", "pid // n_tiles"
         w.line(f"tile = n_tiles - 1 - {tile}        # {last_first}" if last_first else f"tile = {tile}")
-        if axes:
-            w.line(f"{number} = {attention}")
-            self._positions(w, number, axes)
+        w.line(f"{number} = {attention}")
+        self._positions(w, number, axes)
 
     def _depths(self, w: Writer, names: str = "de") -> None:
         """Positions along the head dimensions, with masks where the kernel pads them."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from ..program import Expr
 from ..refusal import Reason, Refused
@@ -94,14 +95,21 @@ class _Maker:
 
 
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
-    """A call with the bookkeeping (module path, source line) of the node that it replaces, and its fake value."""
+    """A call with the bookkeeping (module path, source line) of the node that it replaces, and its fake value.
+
+    The value says whether there is a gradient, as that of `like` does: a graph that is kept as the body of another operation
+    (`nested_compile_region`) has none for results of which its values deny one.
+    """
     made = graph.call_function(target, args)
     made.meta.update(nodes.bookkeeping(like))
     values = map_arg(args, nodes.value)
     mode = getattr(nodes.value(like), "fake_mode", None)
     if mode is not None:
         with mode, torch.no_grad():
-            made.meta[nodes.value_key(like)] = target(*values)
+            made.meta[nodes.value_key(like)] = result = target(*values)
+        for x in tree_leaves(result) if nodes.value(like).requires_grad else ():
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.requires_grad_()
     return made
 
 

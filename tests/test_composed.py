@@ -24,13 +24,13 @@ def fused_backward(kind: str, heads: int = 4, grad: Tensor | None = None, bias: 
     """The kernels of the backward pass of PyTorch's own attention, queries (2, 4, 256, 64), on an H200."""
     q, (k, v) = torch.empty(2, 4, 256, 64, dtype=torch.float16, device="meta"), torch.empty(2, 2, heads, 256, 64, dtype=torch.float16, device="meta")
     forward, backward = (getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{s}") for s in ("", "_backward"))
+    added = torch.empty(4, 256, 256, dtype=torch.float16, device="meta").expand(2, 4, 256, 256) if bias else None
     if kind == "efficient":
-        added = torch.empty(4, 256, 256, dtype=torch.float16, device="meta").expand(2, 4, 256, 256) if bias else None
         out, lse, seed, offset = forward(q, k, v, added, True)
         last = (added, out, lse, seed, offset, 0.0, [True, True, True, bias])
     else:
         out, lse, _, _, _, _, seed, offset, _ = forward(q, k, v, *[None, True][kind == "flash":], 0.0, True)
-        none = [None] * (2 + (kind == "cudnn"))
+        none = [added] * (kind == "cudnn") + [None, None]
         last = (out, lse, *[None, None, 256, 256, 0.0, True, seed, offset] * (kind == "flash"),
                 *[seed, offset, *none, 256, 256, 0.0, True] * (kind == "cudnn"))
     grad = torch.empty_like(out) if grad is None else grad
@@ -44,6 +44,7 @@ def test_attention_of_cudnn_sums_the_queries_gradient_in_float32() -> None:
     assert (third.read, third.written) == (WHOLE, GRAD) and second.flops > first.flops == third.flops == 0
     *_, keys, values = fused_backward("cudnn", heads=2)
     assert (keys.read, keys.written) == (values.read, values.written) == (GRAD, GRAD // 2), "written for every query head, then summed"
+    assert fused_backward("cudnn", bias=True)[1].read == second.read + 2 * 4 * 256 ** 2, "a bias, which the cache holds"
 
 
 def test_flash_attention_copies_what_lies_head_by_head() -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import types
 import weakref
 from collections.abc import Sequence
@@ -153,6 +154,29 @@ def test_launches_do_not_share_their_arguments() -> None:
     compiled.in_c.__class__ = type("Interrupted", (InC,), {"__call__": lambda self, *args: interrupted(*args)})
     launch([t.data_ptr() for t in first], first)
     assert second[0].data_ptr() in inside.launched[1] and first[0].data_ptr() in inside.launched[2]
+
+
+def test_threads_keep_their_own_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two make maps at one time: both have been handed their arguments before either looks."""
+    compiled, given = Compiled(), [tensors(), tensors()]
+    launch = direct(compiled, GRID, given[0], (1, 2), describe, (1000, 64))
+    assert launch is not None
+    together, real = threading.Barrier(2, timeout=30), nvidia.CudaLauncher.__call__
+
+    def wait(self: Any, *args: Any) -> None:
+        real(self, *args)
+        together.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvidia.CudaLauncher, "__call__", wait)
+        threads = [threading.Thread(target=launch, args=([t.data_ptr() for t in x], x)) for x in given]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for own in given:                           # what was kept
+        launch([t.data_ptr() for t in own], own)
+        assert [x.address for x in _flat(compiled.in_c.launched[-1]) if isinstance(x, Map)] == [t.data_ptr() for t in own[1:]]
 
 
 def test_while_somebody_hooks_into_launches_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ CHAINS = {
     ("aten::_flash_attention_backward", "aten::_scaled_dot_product_flash_attention_backward"): "_scaled_dot_product_flash_attention_backward",
     ("aten::mul", "aten::_softmax_backward_data"): "mul", ("aten::_softmax_backward_data", "autograd::engine::evaluate_function: X"): "_softmax_backward_data",
     ("attnfuse::attention", "Torch-Compiled Region: 0/0"): "fused", ("aten::bmm", "attnfuse::weights"): "fused",
+    ("attnfuse::attention_in_graph",): "fused", ("attnfuse::weights_in_graph",): "fused", ("aten::sum", "attnfuse::attention_backward_in_graph"): "attention_backward",
     ("aten::sum", "attnfuse::attention_backward"): "attention_backward", ("Torch-Compiled Region: 0/0",): "other", (): "other", ("mylib::nothing",): "other"}
 
 

@@ -161,6 +161,26 @@ def test_second_derivatives_are_refused_and_have_two_ways_out(inner: str, seed: 
     torch.testing.assert_close(penalty(Direct(block), x), want)
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="this PyTorch has no regions")
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_gradients_through_the_body_of_a_region(inner: str, seed: int) -> None:
+    """Compiled once for its two calls and kept as a graph of its own, which loses the gradients of results whose values say that they have none."""
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) * 0.3).softmax(-1) @ v
+
+    region = torch.compiler.nested_compile_region(lambda q, k, v: attend(q, k, v))
+    leaves = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    twice = lambda f: lambda q, k, v: f(f(q, k, v), k, v)
+    want = torch.autograd.grad(twice(attend)(*leaves).square().sum(), leaves)
+    model = attnfuse.optimize(twice(region), inner=inner)
+    out = model(*leaves)
+    report = attnfuse.last_report()
+    assert report is not None and report.rewritten >= 1, str(report)
+    assert out.requires_grad
+    for got, exact in zip(torch.autograd.grad(out.square().sum(), leaves), want, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
 class Direct(nn.Module):
     """Calls a block's forward, which is never compiled."""
 
