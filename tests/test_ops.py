@@ -322,7 +322,7 @@ def test_inductor_calls_the_operators_without_autograd(seed: int) -> None:
         return (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1) @ v
 
     model = attnfuse.optimize(attend_causally)
-    inputs = inputs_of(19)
+    inputs = [t.double() for t in inputs_of(19)]
     same(train(model, inputs), train(attend_causally, inputs))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         train(model, inputs)
