@@ -27,6 +27,7 @@ kernels run, and the walker what they do not support, which is said once a reaso
 """
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import math
@@ -107,10 +108,16 @@ def _say_once(reason: str) -> None:
         warnings.warn(f"attnfuse computes an attention by the tiled loop in PyTorch: {reason}", stacklevel=3)
 
 
+@functools.cache
+def _launch() -> Any:
+    """The module of the generated kernels, which needs Triton: looked up once, for it is asked for at every call. Raises ImportError."""
+    return importlib.import_module("attnfuse.codegen.launch")
+
+
 def _generated(which: Literal["forward", "backward", "weights", "tile_map"], *args: Any) -> Any:
     """What the generated kernels give for the arguments of that function of `launch`; None, said once, where there are none."""
     try:
-        launch: Any = importlib.import_module("attnfuse.codegen.launch")
+        launch = _launch()
     except ImportError as e:
         _say_once(f"the generated kernels are not available ({e})")
         return None
@@ -130,7 +137,7 @@ def _forward(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Seque
         out = allocate_out(spec, sizes, operands[spec.query.operand])
         return out.copy_(reference(spec, operands, sizes, seed)), walker.forward(spec, operands, sizes, seed)[1]
     if _forced == "triton":
-        return importlib.import_module("attnfuse.codegen.launch").forward(spec, operands, sizes, seed)
+        return _launch().forward(spec, operands, sizes, seed)
     device = operands[spec.query.operand].device.type
     if _forced == "auto":
         fast = None
@@ -182,7 +189,7 @@ def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch
     if _forced == "reference":
         return allocate_weights(spec, sizes, like).copy_(weights(spec, operands, sizes, seed))
     if _forced == "triton":
-        return importlib.import_module("attnfuse.codegen.launch").weights(spec, operands, stats, sizes, seed)
+        return _launch().weights(spec, operands, stats, sizes, seed)
     fast = None
     if _forced == "auto" and like.device.type == "cuda" and in_force("executor") != "torch":
         fast = _generated("weights", spec, operands, stats, sizes, seed)

@@ -4,11 +4,12 @@ Before its launching function in C, Triton asks for the device, makes metadata a
 tensor that is read by boxes: tens of microseconds of Python for each of the five kernels of a forward and backward pass. Here Triton is asked
 once what it hands to that function, with marks in place of what changes from call to call: the stream, the addresses, the maps. A map depends
 on nothing but the address, so those that were made are kept. Nothing here knows the order of those arguments, which differs between Triton's
-versions; where anything is not as expected, Triton goes on launching. So it does while a profiler hooks into launches.
+versions; where anything is not as expected, Triton goes on launching. So it has to while a profiler hooks into launches (`hooked`).
 """
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -19,8 +20,10 @@ import torch
 log = logging.getLogger("attnfuse")
 
 Describe = Callable[[Sequence["torch.Tensor | None"]], list[Any]]
-Direct = Callable[[Sequence[int], Sequence["torch.Tensor | None"]], bool]
-"""Of the tensors and their addresses; whether it launched."""
+Call = tuple[Callable[..., object], tuple[object, ...]]
+"""A launching function in C, and what launches a kernel on certain tensors on a certain stream; may be called again and by many threads."""
+Direct = Callable[[Sequence[int], Sequence["torch.Tensor | None"], int], Call]
+"""The call for tensors, given with their addresses, on a stream."""
 _MOST_MAPS = 4096
 
 
@@ -28,9 +31,26 @@ class _Mark:
     """Stands where a stream or an address will."""
 
 
+def hooked() -> bool:
+    """Whether somebody, such as a profiler, hooks into Triton's launches, which must be Triton's then."""
+    runtime = _runtime()
+    return not (_idle(runtime.launch_enter_hook) and _idle(runtime.launch_exit_hook))
+
+
+@functools.cache
+def _runtime() -> Any:
+    from triton import knobs
+    return knobs.runtime
+
+
+def _idle(hook: Any) -> bool:
+    """Whether nobody hooks into launches: None, or a chain without calls."""
+    return hook is None or not getattr(hook, "calls", True)
+
+
 def direct(compiled: Any, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor | None], described: Sequence[int], describe: Describe,
            rest: Sequence[object]) -> Direct | None:
-    """A direct launch of a kernel that Triton has launched on these tensors; None where Triton has to launch it.
+    """Makes direct launches of a kernel that Triton has launched on these tensors; None where Triton has to launch it.
 
     Args:
         compiled: what a `triton.jit` function returned. grid: its programs.
@@ -46,7 +66,6 @@ def direct(compiled: Any, grid: tuple[int, int, int], tensors: Sequence[torch.Te
 
 def _direct(compiled: Any, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor | None], described: Sequence[int], describe: Describe,
             rest: Sequence[object]) -> Direct:
-    from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 
     launcher, metadata = compiled.run, compiled.metadata
@@ -71,13 +90,11 @@ def _direct(compiled: Any, grid: tuple[int, int, int], tensors: Sequence[torch.T
     at_map = [n for n, x in enumerate(own) if _is_map(x)]
     if len(at_map) != len(described):
         raise ValueError(f"{len(at_map)} maps of {len(described)} tensors")
-    run, device, runtime = _in_c(launcher.launch), torch.cuda.current_device(), knobs.runtime
+    run = _in_c(launcher.launch)
     maps: dict[tuple[int, ...], list[object]] = {}
 
-    def launch(addresses: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
-        if not (_idle(runtime.launch_enter_hook) and _idle(runtime.launch_exit_hook)):
-            return False
-        now = own.copy()                # another thread may be launching the same kernel
+    def call(addresses: Sequence[int], tensors: Sequence[torch.Tensor | None], on: int) -> Call:
+        now = own.copy()                # another thread may be at it too
         if at_map:
             key = tuple([addresses[n] for n in described])
             found = maps.get(key)
@@ -94,11 +111,10 @@ def _direct(compiled: Any, grid: tuple[int, int, int], tensors: Sequence[torch.T
             whole = everything.copy()
             whole[-1] = type(everything[-1])(now)
             now = whole
-        now[at_stream] = torch._C._cuda_getCurrentRawStream(device)
-        run(*now)
-        return True
+        now[at_stream] = on
+        return run, tuple(now)
 
-    return launch
+    return call
 
 
 def _place(values: Sequence[object], mark: object) -> int:
@@ -121,8 +137,3 @@ def _in_c(launch: Any) -> Callable[..., object]:
     held = [cell.cell_contents for cell in launch.__closure__ or ()]
     (found,) = [x for x in held if callable(x) and not isinstance(x, (FunctionType, type))]
     return found  # type: ignore[no-any-return]
-
-
-def _idle(hook: Any) -> bool:
-    """Whether nobody hooks into launches: None, or a chain without calls."""
-    return hook is None or not getattr(hook, "calls", True)

@@ -120,7 +120,8 @@ def registers(work: Work, tile: Tile, unit: Unit, lanes: int) -> int:
     scores += 1.5 * reads + 0.5 * held.stores + (2.5 if work.draws and not wide else 0.0)
     scores += (4.7 if work.kind == "forward" else 14.0) if held.indirect else 0.0
     pointers = (_POINTERS if wide and not held.barriers else 0) + (_UNEVEN if held.copied < Contents.copied else 0)
-    return math.ceil(base + pointers + (sums * totals + scores * m * n + kept * still + moving * walks) / threads)
+    need = math.ceil(base + pointers + (sums * totals + scores * m * n + kept * still + moving * walks) / threads)
+    return min(need, tile.most_registers or need)
 
 
 def steps(work: Work, tile: Tile, device: Device, shared: int, most: int = 16) -> Step:
@@ -184,7 +185,7 @@ def cycles(work: Work, tile: Tile, device: Device, shared: int, queries: int, ke
     if work.bounded:
         visited = max(1.0, (walked + own) / 2 / moving)
         cut = own / moving + 1
-    alone = (math.ceil(visited) if not work.bounded else visited) * step.cycles + cut * LATENCY / step.blocks        # cut tiles have no pipeline
+    alone = (math.ceil(visited) if not work.bounded else visited) * step.cycles + cut * LATENCY / step.blocks        # cut tiles have little of a pipeline
     alone += (1500 + own * (tile.block_d + tile.block_e) * work.held.qk / CACHE) / step.blocks
     together = device.processors * step.blocks
     waves = programs / together

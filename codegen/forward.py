@@ -225,14 +225,19 @@ class Forward(Emission):
             w.gap("tiles that a bound or the end of the keys cuts, on both sides of the full ones")
             w.line("n_left = (full_start - start) // BLOCK_N")
             w.line(f"n_partial = n_left + tl.cdiv(tl.maximum({self.stop} - full_stop, 0), BLOCK_N)")
-            with w.block("for step in tl.range(0, n_partial, num_stages=1):"):
+            with w.block(f"for step in tl.range(0, n_partial, num_stages={self._cut_stages()}):"):
                 w.line("start_n = tl.where(step < n_left, start + step * BLOCK_N, full_stop + (step - n_left) * BLOCK_N)")
                 self._tile(w, self.score, masked=True)
         else:
             w.gap("tiles that a bound or the end of the keys cuts" if self.bounded else "the last tile, where keys may be missing")
-            with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages=1):"):
+            with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages={self._cut_stages()}):"):
                 self._tile(w, self.score, masked=True)
         self._after(w)
+
+    def _cut_stages(self) -> int:
+        """Buffers of the loop over tiles that a bound cuts. With one it waits for each tile of keys and then for that of values; measured with
+        descriptors, so that others keep what they were compiled with."""
+        return listed.CUT_STAGES if self.bounded and self.plan.described and self.plan.stages > 1 else 1
 
     def _listed_loops(self, w: Writer) -> None:
         """The same loops over a map's list."""

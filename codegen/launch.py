@@ -25,7 +25,7 @@ from .arguments import Unsupported, number
 from .emission import Kernel
 from .fallback import Steps
 from .forward import emit
-from .launcher import Launch, empty, launcher
+from .launcher import Launch, Together, contiguous, empty
 from .plan import KernelPlan, Request
 from .plan_forward import LARGEST_HEAD, candidates, choices
 from .reads import described, pairs, uneven
@@ -270,7 +270,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, tuple[int, ...], t
 def _layout(spec: AttentionSpec, sizes: dict[str, int]) -> Layout:
     shape = tuple(sizes[a] for a in spec.out_axes)
     rows = (*shape[:-1], 2)
-    return shape, out_strides(spec, sizes), dtype_of(spec.out_dtype), rows, torch.empty(rows, device="meta").stride()
+    return shape, out_strides(spec, sizes), dtype_of(spec.out_dtype), rows, contiguous(rows)
 
 
 def _allocate(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,14 +333,14 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
     shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
     layout = _layout(spec, named)
     integers = [number(a, named, shapes, strides, {"out": layout[1]}) for a in kernel.integers]
-    pointers = [p.operand for p in kernel.pointers]
+    places = {name: len(operands) + n for n, name in enumerate(("out", "stats", "seed"))}
     grid = (math.ceil(named["i"] / plan.block_m) * math.prod(named[b] for b in spec.batch), 1, 1)
-    call = caller(function, kernel, plan, grid, integers)
+    called = [p.operand if isinstance(p.operand, int) else places[p.operand] for p in kernel.pointers]
+    launch = Together([(caller(function, kernel, plan, grid, integers), called)])
 
     def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         out, stats = _allocate(layout, device)
-        extra = {"out": out, "stats": stats, "seed": seed}
-        call([operands[p] if isinstance(p, int) else extra[p] for p in pointers])
+        launch([*operands, out, stats, seed])
         return out, stats
 
     def run_elsewhere(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -362,4 +362,4 @@ class Options(Protocol):
 def caller(function: Any, kernel: Kernel, plan: Options, grid: tuple[int, int, int], integers: Sequence[int]) -> Launch:
     """Launches a generated kernel on tensors in the order of its pointers; everything else is fixed."""
     boxes = [(p.order, p.block) if p.block else None for p in kernel.pointers]
-    return launcher(function, grid, boxes, integers, dict(kernel.constants), plan.options)
+    return Launch(function, grid, boxes, integers, dict(kernel.constants), plan.options)

@@ -9,35 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import tuning
-from ..adjoint import ZERO, adjoint
-from ..program import axis, const, loads
+from ..program import axis, const
 from ..reference import check_call
-from ..spec import Access, AttentionSpec, dtype_of
+from ..spec import AttentionSpec, dtype_of
 from ..tilemap import mapped
 from ..walker import backward_extra_terms
 from . import autotune, cache, header, launch
 from .arguments import Unsupported, number
 from .backward import emit
-from .chain import chain, flat, row_buffers, sweeps
+from .chain import chain, row_buffers, sweeps
 from .diagonals import count, gathered
 from .fallback import Steps
-from .jobs import Captured, Job, axes_of, captured, jobs
-from .launcher import empty
-from .owners import covers, owned, shared_axes
+from .jobs import Captured, Job, axes_of
+from .launcher import Launch, Together, contiguous, empty
+from .owners import shared_axes
 from .plan import KernelPlan, Request
 from .plan_backward import candidates, choices
 from .reads import described, pairs, uneven
 from .sums import Read
+from .task import Role, Task, task
 from .tiles import Device, present
 
 Gradients = list["torch.Tensor | None"]
-Bound = Callable[[Mapping[object, "torch.Tensor | None"]], None]
+Named = Mapping[object, "torch.Tensor | None"]
+"""The tensors of a call: operands by number, the others by name."""
 Tuned = tuple[Sequence[KernelPlan], autotune.Key]
 Buffer = tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Name, shape, strides and dtype."""
@@ -71,58 +72,6 @@ def backward(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
 
 
 # ---- deciding
-
-@dataclass(frozen=True)
-class Role:
-    """Query, key or value: the name of its gradient in the kernels, where it is read, and what enumerates its elements."""
-
-    name: str
-    access: Access
-    axes: tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What one call layout needs: the roles with a gradient and whether they reach all of their operand; the captured reads; the
-    operands that extra terms read; the kernels, in order."""
-
-    roles: tuple[Role, ...] = ()
-    covered: Mapping[str, bool] = field(default_factory=dict)
-    reads: tuple[Captured, ...] = ()
-    terms: frozenset[int] = frozenset()
-    jobs: tuple[Job, ...] = ()
-
-
-def task(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Mapping[str, int], needs: Sequence[bool]) -> Task:
-    """The kernels that these gradients take.
-
-    Raises:
-        Unsupported: elements of a gradient of queries, keys or values have no single owner.
-        ValueError: an operation without a derivative.
-    """
-    shared = shared_axes(spec)
-    roles, covered = [], {}
-    dead = () if not flat(spec) else ("grad_q", "grad_k")
-    for role in (Role("grad_q", spec.query, ("i", "d")), Role("grad_k", spec.key, ("j", "d")), Role("grad_v", spec.value, ("j", "e"))):
-        if not needs[role.access.operand] or role.name in dead:
-            continue
-        lengths = {a: sizes[a] for a in role.axes}
-        groups = {x.name: x for x in shared} if role.name != "grad_q" else {}
-        for name in spec.batch:
-            if name not in groups:
-                lengths[name] = sizes[name]
-            elif groups[name].group is not None:
-                lengths[groups[name].owner] = groups[name].count(sizes)
-        access = role.access if role.name == "grad_q" else owned(role.access, shared)
-        shape = tuple(operands[access.operand].shape)
-        covered[role.name] = covers(access, lengths, sizes, shape, spec.operands[access.operand].name)
-        roles.append(role)
-    reads = captured(spec, needs)
-    terms = frozenset(int(x.attr) for t in spec.extra_terms for x in loads(t)  # type: ignore[arg-type]  # a load names its operand
-                      if x.kind == "float" and needs[int(x.attr)] and adjoint(t, x) != ZERO)  # type: ignore[arg-type]
-    names = frozenset({"grad_q": "query", "grad_k": "key", "grad_v": "value"}[r.name] for r in roles)
-    return Task(tuple(roles), covered, reads, terms, jobs(spec, sizes, names, reads, bool(terms)))
-
 
 def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,
           job: Job) -> tuple[KernelPlan, ...]:
@@ -182,6 +131,17 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     return _Backward(spec, sizes, needs, wanted, offered, launch.recorded(operands, sizes), device, tuned).run
 
 
+@dataclass(frozen=True)
+class Bound:
+    """What launches a kernel, and on which tensors."""
+
+    launch: Launch
+    pointers: tuple[object, ...]
+
+    def __call__(self, tensors: Named) -> None:
+        self.launch([tensors[p] for p in self.pointers])
+
+
 @dataclass
 class _Kernel:
     """One kernel of a layout: the plans that are left, those to be timed, and, once one ran, what launches it and its tile's queries."""
@@ -209,6 +169,8 @@ class _Backward:
         self.shapes = [shape for shape, _ in call.operands]
         self.dtypes = [dtype_of(o.dtype) for o in spec.operands]
         self.direct = frozenset(x.label for x in wanted.reads if self._is_gradient(x))
+        self.together: Together | None = None
+        self.row_buffers: tuple[str, ...] = ()
         self.scratch: list[Buffer] = []
         self.zeros: list[Buffer] = []
         for role in wanted.roles:
@@ -236,28 +198,28 @@ class _Backward:
         tensors |= {"grad_out": grad_out, "out": out, "stats": stats.contiguous(), "seed": seed}
         for name, shape, strides, dtype in self.scratch:
             tensors[name] = empty(shape, strides, dtype, self.device)
-        for name, shape, _, dtype in self.zeros:
-            tensors[name] = torch.zeros(shape, dtype=dtype, device=self.device)
-        for kernel in self.kernels:
-            if kernel.bound is not None:
-                kernel.bound(tensors)
-            else:
-                self._launch(kernel, tensors, operands)
+        if self.row_buffers:
+            tensors |= zip(self.row_buffers, empty(*self.row_layout, torch.float32, self.device).unbind(), strict=True)
+        for name, shape, strides, dtype in self.zeros:
+            tensors[name] = empty(shape, strides, dtype, self.device).zero_()
+        if self.together is not None:
+            self.together(list(tensors.values()))
+        else:
+            self._first(tensors, operands)
         sums = self._sums(tensors, operands, stats, seed) if self.summed else {}
         return [tensors[self.whole[n]] if n in self.whole else self._gradient(n, tensors, sums) if need else None
                 for n, need in enumerate(self.needs)]
 
     def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, full: bool = True) -> None:
         """A contiguous buffer: that kernels write all of, or that begins as zeros."""
-        strides = torch.empty(shape, device="meta").stride()
-        (self.scratch if full else self.zeros).append((name, shape, strides, dtype))
+        (self.scratch if full else self.zeros).append((name, shape, contiguous(shape), dtype))
 
     def _place_rows(self) -> None:
         """What the row kernel leaves for the others."""
-        shape = (self.rows, -(-self.named["i"] // 4) * 4)       # rows of 16 bytes, for descriptors
         depths = self.named["d"], self.named["e"]
-        for name in row_buffers(chain(self.spec, *depths)):
-            self._place(name, shape, torch.float32)
+        self.row_buffers = row_buffers(chain(self.spec, *depths))
+        shape = (len(self.row_buffers), self.rows, -(-self.named["i"] // 4) * 4)       # rows of 16 bytes, for descriptors
+        self.row_layout = shape, contiguous(shape)
         if sweeps(self.spec, *depths):
             self._place("unseen", (self.rows, 2), torch.int32, full=False)
 
@@ -305,7 +267,7 @@ class _Backward:
         shape = self._diagonal_tiles(kernel.job, kernel.block)
         return gathered(buffer[:math.prod(shape)].view(shape), self.named["i"], self.named["j"])
 
-    def _sums(self, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
+    def _sums(self, tensors: Named, operands: Sequence[torch.Tensor], stats: torch.Tensor,
               seed: torch.Tensor | None) -> dict[int, torch.Tensor]:
         """By operand, what captured reads and extra terms add up to, in float32."""
         total = {n: torch.zeros(self.shapes[n], dtype=torch.float32, device=self.device) for n in self.summed}
@@ -320,7 +282,7 @@ class _Backward:
             backward_extra_terms(self.spec, operands, stats, delta, self.sizes, seed, {n: total[n] for n in self.task.terms})
         return total
 
-    def _gradient(self, number: int, tensors: Mapping[object, torch.Tensor | None], sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def _gradient(self, number: int, tensors: Named, sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
         parts = [tensors[name].view(self.shapes[number]) for name in self.parts[number]]  # type: ignore[union-attr]  # allocated above
         parts += [sums[number]] if number in sums else []
         if not parts:
@@ -330,11 +292,19 @@ class _Backward:
             total = total + part
         return total.to(self.dtypes[number])
 
-    def _launch(self, kernel: _Kernel, tensors: Mapping[object, torch.Tensor | None], operands: Sequence[torch.Tensor]) -> None:
+    def _first(self, tensors: Named, operands: Sequence[torch.Tensor]) -> None:
+        """Run the kernels for the first time; from then on they are launched together."""
+        for kernel in self.kernels:
+            self._launch(kernel, tensors, operands)
+        order = list(tensors)
+        found = [kernel.bound for kernel in self.kernels if kernel.bound is not None]
+        self.together = Together([(x.launch, [order.index(p) for p in x.pointers]) for x in found])
+
+    def _launch(self, kernel: _Kernel, tensors: Named, operands: Sequence[torch.Tensor]) -> None:
         """Run a kernel for the first time: look for the fastest plan if asked to, and climb down until one is taken."""
         job = kernel.job
 
-        def attempt(plan: KernelPlan, into: Mapping[object, torch.Tensor | None] = tensors) -> Bound:
+        def attempt(plan: KernelPlan, into: Named = tensors) -> Bound:
             bound, kernel.block = self._bind(job, plan, into, operands), plan.block_m
             bound(into)
             return bound
@@ -355,13 +325,11 @@ class _Backward:
         roles = {"grad_q": job.query, "grad_k": job.key, "grad_v": job.value}
         return (*(r.name for r in self.task.roles if roles[r.name]), *(c.label for c in job.captured))
 
-    def _bind(self, job: Job, plan: KernelPlan, tensors: Mapping[object, torch.Tensor | None],
-              operands: Sequence[torch.Tensor]) -> Bound:
+    def _bind(self, job: Job, plan: KernelPlan, tensors: Named, operands: Sequence[torch.Tensor]) -> Bound:
         kernel = emit(self.spec, plan, job)
         integers = numbers(kernel, self.named, operands, tensors)
         call = launch.caller(function(self.spec, plan, job, self.call), kernel, plan, (self._programs(job, plan), 1, 1), integers)
-        pointers = [p.operand for p in kernel.pointers]
-        return lambda now: call([now[p] for p in pointers])
+        return Bound(call, tuple(p.operand for p in kernel.pointers))
 
     def _programs(self, job: Job, plan: KernelPlan) -> int:
         """How many programs a kernel takes: one a tile, of queries, of keys (for all heads that share them) or of scores, or a block diagonal."""
@@ -376,7 +344,7 @@ class _Backward:
         return keys * math.prod(owners.get(b, self.named[b]) for b in self.spec.batch)
 
 
-def numbers(kernel: Any, sizes: Mapping[str, int], operands: Sequence[torch.Tensor], tensors: Mapping[object, torch.Tensor | None]) -> list[int]:
+def numbers(kernel: Any, sizes: Mapping[str, int], operands: Sequence[torch.Tensor], tensors: Named) -> list[int]:
     """What the host passes for a kernel's integers."""
     own = {name: t.stride() for name, t in tensors.items() if isinstance(name, str) and t is not None}
     shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]

@@ -23,6 +23,7 @@ from .fallback import Steps
 from .header import request_of
 from .jobs import WEIGHTS
 from .launch_backward import function, numbers
+from .launcher import Together
 from .plan import KernelPlan
 from .plan_forward import candidates, work_for
 from .reads import described, uneven
@@ -139,9 +140,10 @@ class _Ladder:
         kernel = emit(self.spec, plan, WEIGHTS)
         programs = math.ceil(self.named["i"] / plan.block_m) * math.prod(self.named[b] for b in self.spec.batch)
         integers = numbers(kernel, self.named, operands, tensors)
-        call = launch.caller(function(self.spec, plan, WEIGHTS, self.call), kernel, plan, (programs, 1, 1), integers)
-        pointers = [p.operand for p in kernel.pointers]
-        return lambda now: call([now[p] for p in pointers])
+        called = launch.caller(function(self.spec, plan, WEIGHTS, self.call), kernel, plan, (programs, 1, 1), integers)
+        order = list(tensors)
+        together = Together([(called, [order.index(p.operand) for p in kernel.pointers])])
+        return lambda now: together(list(now.values()))
 
 
 def _allocate(spec: AttentionSpec, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:

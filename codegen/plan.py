@@ -78,13 +78,14 @@ class KernelPlan:
     most_registers: int = 0
 
     def __str__(self) -> str:
+        most = f" maxnreg={self.most_registers}" if self.most_registers else ""
         return (f"BLOCK_M={self.block_m} BLOCK_N={self.block_n} BLOCK_D={self.block_d} BLOCK_E={self.block_e} "
-                f"num_warps={self.warps} num_stages={self.stages}")
+                f"num_warps={self.warps} num_stages={self.stages}{most}")
 
     @property
     def tile(self) -> Tile:
         """Its shape."""
-        return Tile(self.block_m, self.block_n, self.block_d, self.block_e, self.warps, self.stages)
+        return Tile(self.block_m, self.block_n, self.block_d, self.block_e, self.warps, self.stages, self.most_registers)
 
     @property
     def options(self) -> dict[str, int]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..ranges import analyse
 from ..spec import AttentionSpec
@@ -14,12 +15,14 @@ from .plan import HALF, KernelPlan, Request, as_measured, gathers, products, rea
 from .reads import described_pairs
 from .space import Choice
 from .tables import Shape, Table
-from .tiles import Device, Tile, padded
+from .tiles import KIB, Device, Tile, padded
 
 LEAST_VALUE_WIDTH = 64
 """Narrower value tiles are miscompiled for Hopper by ptxas 12.8.93 without a warning: in a loop whose value tile has rows of
 32 or 64 bytes the shared-memory descriptors of all but the first product are read from registers that hold something else
 (seen as reads out of bounds; tests/sass.py finds it in the machine code, and test_compile_only.py looks at what we ship)."""
+LIGHT = 3
+"""Operations a score of programs that were compiled without spills in 128 registers; five spilled 72 bytes, a mask of columns in cut tiles 288."""
 LARGEST_HEAD = 256
 """The widest head that the kernels hold."""
 
@@ -51,12 +54,13 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
         plain = bounded or not (analyse(spec).bounds or work.held.rows or work.held.columns)
         if request.keys >= keys and plain:
             shapes = (larger, *shapes)
-    if table is tables.HOPPER and described_pairs(spec, request.described) and not spec.dropouts:
-        shapes = (*dict(tables.PAIRED_HOPPER).get(limit, ()), *shapes)
+    paired = table is tables.HOPPER and bool(described_pairs(spec, request.described)) and not spec.dropouts
+    if paired:
+        shapes = (*dict(tables.PAIRED_HOPPER if spec.tiles is None else tables.PAIRED_MAPPED).get(limit, ()), *shapes)
     shapes = within_map(spec, shapes)
     if gathers(spec) and "float32" in products(spec):
         shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers
-    listed: list[KernelPlan] = []
+    listed = _twice(spec, request, device, work, limit) if paired and spec.tiles is None else []
     for shape in shapes:
         plan = _fit(spec, request, device, work, shape)
         if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in listed):
@@ -110,6 +114,18 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, work: Work, shap
         reasons.append("one stage: Triton fails on pipelines of such tiles for AMD")
     plan = _plan(request, device, work, (block_m, block_n, warps, stages), tuple(reasons))
     return plan if space.fits(plan.shared, device) else None
+
+
+def _twice(spec: AttentionSpec, request: Request, device: Device, work: Work, limit: int) -> list[KernelPlan]:
+    """The plan of which two blocks share a processor, where they do and the programs spill nothing in half of its registers: while one block computes
+    weights the other takes products."""
+    shape, registers = tables.PAIRED_TWICE.get(limit, ((0, 0, 0, 0), 0))
+    light = work.operations <= LIGHT and not (work.bounded and (work.held.rows or work.held.columns))
+    plan = _fit(spec, request, device, work, shape) if registers and light else None
+    if plan is None or (plan.block_m, plan.block_n, plan.warps, plan.stages) != shape or 2 * (plan.shared + KIB) > device.capacity:
+        return []
+    reason = f"at most {registers} registers a thread, so that two programs share a processor"
+    return [replace(plan, registers=min(plan.registers, registers), most_registers=registers, reasons=(*plan.reasons, reason))]
 
 
 def _plan(request: Request, device: Device, work: Work, shape: Shape, reasons: tuple[str, ...]) -> KernelPlan:

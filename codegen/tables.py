@@ -24,6 +24,10 @@ LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048,
 """What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles and rows or columns be read)."""
 PAIRED_HOPPER: Table = ((128, ((128, 64, 8, 4), (128, 64, 8, 3))),)
 """Where a float for every score comes by descriptor."""
+PAIRED_MAPPED: Table = ((128, ((64, 64, 4, 2),)),)
+"""The same under a map of tiles."""
+PAIRED_TWICE: dict[int, tuple[Shape, int]] = {128: ((128, 64, 8, 2), 128)}
+"""The same before these, where a processor's shared memory holds two blocks: the shape, and the registers a thread with which its registers do too."""
 AMPERE: Table = (
     (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),

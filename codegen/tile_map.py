@@ -23,7 +23,7 @@ from ..tilemap import COUNTS, TILE, Mask, shapes
 from . import cache, header
 from .arguments import Arguments, Names, number
 from .emission import RESERVED, Kernel, wrapped
-from .launcher import empty, launcher
+from .launcher import Launch, Together, contiguous, empty
 from .scores import Body, Programs
 from .text import level, prepare
 from .writer import Writer
@@ -216,20 +216,21 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     batch = math.prod(by_rows[:-2])
     layouts = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
     integers = [number(a, named, *layouts, {}) for a in kernel.integers]
-    pointers = [p.operand for p in kernel.pointers]
-    plain = [None] * len(pointers)
-    look = launcher(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), plain, integers, dict(kernel.constants), OPTIONS)
-    lists = launcher(module.list_tiles, (batch * (n_rows + n_columns), 1, 1), [None] * 3,
+    at = {name: len(operands) + n for n, name in enumerate(("bits", "rows", "columns"))}
+    places = [p.operand if isinstance(p.operand, int) else at["bits"] for p in kernel.pointers]
+    plain = [None] * len(places)
+    look = Launch(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), plain, integers, dict(kernel.constants), OPTIONS)
+    lists = Launch(module.list_tiles, (batch * (n_rows + n_columns), 1, 1), [None] * 3,
                      [n_rows, n_columns, named["i"], named["j"], batch * n_rows], {"CHUNK": CHUNK}, {})
+    launch = Together([(look, places), (lists, list(at.values()))])
     there = (batch, n_rows, n_columns)
-    buffers = [(tuple(s), torch.empty(s, device="meta").stride()) for s in (by_rows, by_columns, there)]
+    buffers = [(tuple(s), contiguous(s)) for s in (by_rows, by_columns, there)]
 
     def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if 0 in there:
             return torch.zeros(by_rows, dtype=torch.int32, device=device), torch.zeros(by_columns, dtype=torch.int32, device=device)
         (rows, columns), bits = (empty(*b, torch.int32, device) for b in buffers[:2]), empty(*buffers[2], torch.int8, device)
-        look([operands[p] if isinstance(p, int) else bits for p in pointers])
-        lists([bits, rows, columns])
+        launch([*operands, bits, rows, columns])
         return rows, columns
 
     def run_elsewhere(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -99,7 +99,8 @@ def present(device: torch.device) -> Device:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries, rows of keys, padded depths of query·key and of value, and how many threads and buffers work on them."""
+    """Rows of queries, rows of keys, padded depths of query·key and of value, and how many threads and buffers work on them; what registers a
+    thread may have, 0 for as many as there are."""
 
     block_m: int
     block_n: int
@@ -107,6 +108,7 @@ class Tile:
     block_e: int
     warps: int
     stages: int
+    most_registers: int = 0
 
 
 def padded(length: int) -> int:

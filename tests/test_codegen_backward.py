@@ -18,6 +18,7 @@ from attnfuse.codegen import backward as emitter
 from attnfuse.codegen import diagonals, launch, launch_backward, plan, reads
 from attnfuse.codegen.emission import sharing
 from attnfuse.codegen.plan import KernelPlan
+from attnfuse.codegen.task import task
 from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, loads, mul, size, substitute, where
 from attnfuse.reference import reference
@@ -166,7 +167,7 @@ def test_a_gradient_that_is_not_needed_costs_no_kernel(seed: int) -> None:
     case = BY_NAME["plain"]
     operands, sizes = case.inputs(Shape(), torch.float32, seed)
     named = dict(zip(case.spec().size_names, sizes, strict=True))
-    kernels = lambda *needs: tuple(job.name for job in launch_backward.task(case.spec(), operands, named, needs).jobs)
+    kernels = lambda *needs: tuple(job.name for job in task(case.spec(), operands, named, needs).jobs)
     assert kernels(False, False, False) == ()
     assert kernels(True, False, False) == ("rows", "queries") and kernels(False, False, True) == ("rows", "values")
     assert kernels(True, True, True) == ("rows", "keys_values", "queries")
@@ -181,7 +182,7 @@ def test_only_a_captured_tensor_needs_a_gradient(name: str, kernels: tuple[str, 
     operands, sizes = case.inputs(Shape((2, 3), 37, 45), torch.float32, seed)
     needs = [n > 2 and t.is_floating_point() for n, t in enumerate(operands)]
     named = dict(zip(case.spec().size_names, sizes, strict=True))
-    assert tuple(job.name for job in launch_backward.task(case.spec(), operands, named, needs).jobs) == kernels
+    assert tuple(job.name for job in task(case.spec(), operands, named, needs).jobs) == kernels
     tiles(16, 16)
     check(case.spec(), operands, sizes, seed, needs=needs)
 

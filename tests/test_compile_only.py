@@ -12,7 +12,7 @@ import triton
 
 from attnfuse.codegen import launch, offline, plan_forward
 from attnfuse.codegen.jobs import ROWS, Job
-from attnfuse.codegen.launch_backward import task
+from attnfuse.codegen.task import task
 from attnfuse.codegen.tiles import known
 from tests.sass import misread_descriptors
 from tests.specs import BY_NAME, Case, Shape

@@ -15,7 +15,8 @@ from triton.backends.nvidia import driver as nvidia
 
 from attnfuse.codegen import direct as module
 from attnfuse.codegen.direct import direct
-from attnfuse.codegen.launcher import launcher
+from attnfuse.codegen import launcher
+from attnfuse.codegen.launcher import Launch, Together
 from attnfuse.codegen.reads import descriptor
 
 GRID = (3, 1, 1)
@@ -85,6 +86,12 @@ def tensors(described: bool = True) -> list[torch.Tensor]:
     return [torch.empty(8), *(torch.empty(32, 8, dtype=torch.float16) for _ in range(2 * described))]
 
 
+def run(made: Any, given: Sequence[torch.Tensor], stream: int = STREAM) -> None:
+    """Launch by the call that was made for these tensors."""
+    function, arguments = made([t.data_ptr() for t in given], given, stream)
+    function(*arguments)
+
+
 def describe(given: Sequence[Any]) -> list[Any]:
     return [given[0], *(descriptor(t, *BOX) for t in given[1:])]
 
@@ -93,10 +100,10 @@ def describe(given: Sequence[Any]) -> list[Any]:
 def test_the_same_arguments_as_triton_hands_over(described: bool, made: list[int]) -> None:
     compiled = Compiled(described)
     first, second = tensors(described), tensors(described)
-    launch = direct(compiled, GRID, first, (1, 2) if described else (), describe, (1000, 64))
-    assert launch is not None and not compiled.in_c.launched, "preparing launches nothing"
+    call = direct(compiled, GRID, first, (1, 2) if described else (), describe, (1000, 64))
+    assert call is not None and not compiled.in_c.launched, "preparing launches nothing"
     for given in (first, second, second, first):
-        assert launch([t.data_ptr() for t in given], given)
+        run(call, given)
         compiled[GRID](given[0].data_ptr(), *describe(given)[1:], 1000, 64)
     launched = compiled.in_c.launched
     assert len(launched) == 8
@@ -108,11 +115,11 @@ def test_the_same_arguments_as_triton_hands_over(described: bool, made: list[int
 def test_a_map_is_made_once_for_each_address(made: list[int]) -> None:
     compiled = Compiled()
     first, second = tensors(), tensors()
-    launch = direct(compiled, GRID, first, (1, 2), describe, (1000, 64))
-    assert launch is not None
+    call = direct(compiled, GRID, first, (1, 2), describe, (1000, 64))
+    assert call is not None
     made.clear()
     for given in (first, second, first, second, [first[0], second[1], first[2]]):
-        launch([t.data_ptr() for t in given], given)
+        run(call, given)
     assert len(made) == 6, "three pairs"
     maps = [[x.address for x in _flat(args) if isinstance(x, Map)] for args in compiled.in_c.launched]
     assert maps[0] == maps[2] == [t.data_ptr() for t in first[1:]] and maps[4] == [second[1].data_ptr(), first[2].data_ptr()]
@@ -130,37 +137,31 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 def test_maps_do_not_pile_up(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_MAPS", 2)
     compiled, keep = Compiled(), [tensors() for _ in range(3)]
-    launch = direct(compiled, GRID, keep[0], (1, 2), describe, (1000, 64))
-    assert launch is not None
+    call = direct(compiled, GRID, keep[0], (1, 2), describe, (1000, 64))
+    assert call is not None
     for given in (*keep, *keep):
-        launch([t.data_ptr() for t in given], given)
+        run(call, given)
         (maps,) = [[x.address for x in _flat(args) if isinstance(x, Map)] for args in compiled.in_c.launched[-1:]]
         assert maps == [t.data_ptr() for t in given[1:]]
 
 
-def test_launches_do_not_share_their_arguments() -> None:
-    """As if another thread launched the same kernel while the function in C reads."""
+def test_calls_do_not_share_their_arguments() -> None:
+    """One that was made stays what it is, whatever is made after it: another thread may be launching it."""
     compiled, first, second = Compiled(False), tensors(False), tensors(False)
-    launch = direct(compiled, GRID, first, (), describe, (1000, 64))
-    assert launch is not None
-    inside = InC()
-
-    def interrupted(*args: Any) -> None:
-        if not inside.launched:
-            inside.launched.append(())
-            launch([t.data_ptr() for t in second], second)
-        inside.launched.append(tuple(_flat(args)))
-
-    compiled.in_c.__class__ = type("Interrupted", (InC,), {"__call__": lambda self, *args: interrupted(*args)})
-    launch([t.data_ptr() for t in first], first)
-    assert second[0].data_ptr() in inside.launched[1] and first[0].data_ptr() in inside.launched[2]
+    call = direct(compiled, GRID, first, (), describe, (1000, 64))
+    assert call is not None
+    one, other = (call([t.data_ptr() for t in x], x, STREAM + n) for n, x in enumerate((first, second)))
+    for given, stream, (function, arguments) in ((first, STREAM, one), (second, STREAM + 1, other)):
+        function(*arguments)
+        flat = _flat(compiled.in_c.launched[-1])
+        assert given[0].data_ptr() in flat and stream in flat
 
 
 def test_threads_keep_their_own_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two make maps at one time: both have been handed their arguments before either looks."""
     compiled, given = Compiled(), [tensors(), tensors()]
-    launch = direct(compiled, GRID, given[0], (1, 2), describe, (1000, 64))
-    assert launch is not None
+    call = direct(compiled, GRID, given[0], (1, 2), describe, (1000, 64))
+    assert call is not None
     together, real = threading.Barrier(2, timeout=30), nvidia.CudaLauncher.__call__
 
     def wait(self: Any, *args: Any) -> None:
@@ -169,25 +170,14 @@ def test_threads_keep_their_own_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(nvidia.CudaLauncher, "__call__", wait)
-        threads = [threading.Thread(target=launch, args=([t.data_ptr() for t in x], x)) for x in given]
+        threads = [threading.Thread(target=run, args=(call, x)) for x in given]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     for own in given:                           # what was kept
-        launch([t.data_ptr() for t in own], own)
+        run(call, own)
         assert [x.address for x in _flat(compiled.in_c.launched[-1]) if isinstance(x, Map)] == [t.data_ptr() for t in own[1:]]
-
-
-def test_while_somebody_hooks_into_launches_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, given = Compiled(), tensors()
-    launch = direct(compiled, GRID, given, (1, 2), describe, (1000, 64))
-    assert launch is not None
-    for name in ("launch_enter_hook", "launch_exit_hook"):
-        with monkeypatch.context() as patch:
-            patch.setattr(triton.knobs.runtime, name, lambda metadata: None)
-            assert not launch([t.data_ptr() for t in given], given)
-    assert not compiled.in_c.launched and launch([t.data_ptr() for t in given], given)
 
 
 def test_what_is_not_as_expected_is_launched_by_triton() -> None:
@@ -200,18 +190,117 @@ def test_what_is_not_as_expected_is_launched_by_triton() -> None:
     assert direct(other, GRID, given, (1, 2), describe, (1000, 64)) is None
 
 
+class Function:
+    """A `triton.jit` function; counts how often it was asked for its kernel."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled, self.asked = compiled, 0
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def find(*args: Any, **options: Any) -> Any:
+            self.asked += 1
+            return self.compiled
+        return find
+
+
+def together(compiled: Compiled, *more: Compiled) -> Together:
+    """Kernels of (out, k, v), launched one after the other on (v, out, k, something else)."""
+    launches = [Launch(Function(x), GRID, [None, BOX, BOX], [1000], {"BLOCK": 64}, {"num_warps": 4}) for x in (compiled, *more)]
+    return Together([(x, (1, 2, 0)) for x in launches])
+
+
+def given_to(launched: tuple[Any, ...], given: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel was launched on (out, k, v)."""
+    flat = _flat(launched)
+    return [x.address for x in flat if isinstance(x, Map)] == [t.data_ptr() for t in given[1:]] and given[0].data_ptr() in flat
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def mixed(given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    return [given[2], given[0], given[1], None]
+
+
 @pytest.mark.parametrize("scratch", (0, 128))
-def test_a_launcher_gives_both_the_same(scratch: int) -> None:
+def test_a_launcher_gives_both_the_same(scratch: int, device: None) -> None:
     """The whole of a launch, direct or not, first and later."""
-    compiled = Compiled(scratch=scratch)
-    function = {GRID: lambda *args, **options: compiled}
-    call = launcher(function, GRID, [None, BOX, BOX], [1000], {"BLOCK": 64}, {"num_warps": 4})
-    if scratch:                          # it would allocate on the device
+    kernels = Compiled(scratch=scratch), Compiled()
+    launch = together(*kernels)
+    for compiled in kernels:                          # which would allocate on the device
         compiled.run.global_scratch_size = 0
     first, second = tensors(), tensors()
+    for given in (first, second, first, second):
+        launch(mixed(given))
+    for compiled in kernels:
+        assert len(compiled.in_c.launched) == 3, "the first call is Triton's, which is not there"
+        assert all(map(given_to, compiled.in_c.launched, (second, first, second)))
+
+
+def test_what_launches_is_kept_by_addresses_and_stream(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that lies where it lay, on the same stream, asks for nothing but launches."""
+    kernels, (first, second, third) = (Compiled(), Compiled()), (tensors() for _ in range(3))
+    launch = together(*kernels)
+    for given in (first, first, second):
+        launch(mixed(given))
+    made = []
+    original = Launch.at_once
+    monkeypatch.setattr(Launch, "at_once", lambda *args: made.append(args) or original(*args))
     for given in (first, second, first):
-        call(given)
-    assert len(compiled.in_c.launched) == 2
-    for args, given in zip(compiled.in_c.launched, (second, first), strict=True):
-        flat = _flat(args)
-        assert [x.address for x in flat if isinstance(x, Map)] == [t.data_ptr() for t in given[1:]] and given[0].data_ptr() in flat
+        launch(mixed(given))
+    assert not made
+    launch(mixed([first[0], second[1], first[2]]))
+    assert len(made) == 2, "both kernels"
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM + 1)
+    launch(mixed(first))
+    assert len(made) == 4
+    for compiled in kernels:
+        *_, last = compiled.in_c.launched
+        assert given_to(last, first) and STREAM + 1 in _flat(last) and STREAM not in _flat(last)
+    monkeypatch.setattr(launcher, "_MOST_CALLS", 2)
+    for given in (third, second, first, third):
+        launch(mixed(given))
+        assert all(given_to(x.in_c.launched[-1], given) for x in kernels)
+    assert len(launch._calls) <= 2
+
+
+def test_a_tensor_that_begins_elsewhere_is_another_kernel(device: None) -> None:
+    """What was kept for tensors that begin at multiples of 16 bytes must not meet another."""
+    compiled, given = Compiled(), tensors()
+    launch = together(compiled)
+    (one, _), = launch._launches
+    odd = [torch.empty(13)[1:9], *given[1:]]
+    assert odd[0].data_ptr() % 16 and not given[0].data_ptr() % 16
+    for x in (given, given, odd, odd, given):
+        launch(mixed(x))
+    assert one._function.asked == 2 and len(compiled.in_c.launched) == 3
+    assert all(map(given_to, compiled.in_c.launched, (given, odd, given)))
+
+
+def test_while_somebody_hooks_into_launches_triton_launches(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, given = Compiled(), tensors()
+    launch = together(compiled)
+    (one, _), = launch._launches
+    by_triton: list[Any] = []
+    for _ in range(2):
+        launch(mixed(given))
+    (kernel, at_once), = one._kernels.values()
+    one._kernels[0] = (lambda *args: by_triton.append(args)), at_once
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton.knobs.runtime, name, lambda metadata: None)
+            launch(mixed(given))
+    assert len(by_triton) == 2 and len(compiled.in_c.launched) == 1
+    launch(mixed(given))
+    assert len(by_triton) == 2 and len(compiled.in_c.launched) == 2
+
+
+def test_without_a_device_nothing_is_kept() -> None:
+    """As in the interpreter: there is no stream to ask for."""
+    compiled, given = Compiled(), tensors()
+    launch = together(compiled)
+    for _ in range(3):
+        launch(mixed(given))
+    assert not launch._calls and len(compiled.in_c.launched) == 2

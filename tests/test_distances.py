@@ -20,6 +20,7 @@ import attnfuse
 from attnfuse import distances, dynamo, ops, origin, tilemap, tuning
 from attnfuse.codegen import launch, launch_backward, offline, plan_backward, predict
 from attnfuse.codegen.backward import emit
+from attnfuse.codegen.task import task
 from attnfuse.codegen.tiles import DEVICES, known
 from attnfuse.ranges import analyse
 from attnfuse.reference import reference
@@ -396,7 +397,7 @@ def kinds(case: Case, shape: Shape) -> list[str]:
     spec = case.spec()
     operands, sizes = case.inputs(shape, torch.float32, 0)
     needs = [n > 2 and t.is_floating_point() for n, t in enumerate(operands)]
-    return [job.kind for job in launch_backward.task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), needs).jobs if job.captured]
+    return [job.kind for job in task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), needs).jobs if job.captured]
 
 
 @outside
@@ -417,7 +418,7 @@ def test_diagonals_are_of_squares() -> None:
     case = BY_NAME["t5"]
     spec, (operands, sizes) = case.spec(), case.inputs(Shape(), torch.float32, 0)
     named = dict(zip(spec.size_names, sizes, strict=True))
-    (job,) = (j for j in launch_backward.task(spec, operands, named, [False] * 3 + [True]).jobs if j.kind == "diagonals")
+    (job,) = (j for j in task(spec, operands, named, [False] * 3 + [True]).jobs if j.kind == "diagonals")
     for target in DEVICES.values():
         for dtype, depth in (("float32", 64), ("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256)):
             request = predict.assumed(case.spec(dtype), named | {"d": depth, "e": depth, "i": 1024, "j": 1024}, target)
@@ -434,7 +435,7 @@ def test_resources_of_the_kernel_of_diagonals(dtype: str, depth: int, target: of
     operands, sizes = case.inputs(Shape((2, 4), 1024, 1024, depth, depth), getattr(torch, dtype), 0)
     spec, operands = with_tables(case.spec(dtype), operands, sizes)
     needs = [n > 2 for n in range(len(operands))]
-    found = launch_backward.task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), needs)
+    found = task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), needs)
     (job,) = (j for j in found.jobs if j.kind == "diagonals")
     report = offline.compile_backward(spec, sizes, [t.to("meta") for t in operands], target, job)
     assert report.shared <= report.plan.shared + 512 <= known(*target).shared and (report.spills or 0) <= 64

@@ -17,7 +17,7 @@ import torch
 import attnfuse
 from attnfuse import ops, tilemap
 from attnfuse.codegen import launch, launch_backward, launch_weights, tile_map
-from attnfuse.codegen.launcher import empty, launcher
+from attnfuse.codegen.launcher import Launch, empty
 from attnfuse.settings import NAMES, current, in_force
 from tests.specs import BY_NAME, Case, Shape, with_map
 
@@ -26,10 +26,10 @@ MEANING = ("/sympy/", "/json/", "/dataclasses.py", "/attnfuse/program.py", "/att
 """Whose functions belong into the first call, but for `AT_EVERY_CALL`."""
 AT_EVERY_CALL = {
     "launch.py": {"forward", "backward", "weights", "tile_map", "aligned", "where", "run", "_allocate", "<listcomp>", "<genexpr>"},
-    "launch_backward.py": {"backward", "run", "_run", "_sums", "_gradient", "<lambda>", "<listcomp>", "<genexpr>", "<dictcomp>"},
+    "launch_backward.py": {"backward", "run", "_run", "_sums", "_gradient", "<listcomp>", "<genexpr>", "<dictcomp>"},
     "launch_weights.py": {"weights", "run", "_launch", "_allocate", "<lambda>", "<listcomp>"},
     "tile_map.py": {"launch", "run", "<listcomp>", "<genexpr>"},
-    "launcher.py": {"call", "describe", "empty", "<listcomp>"},
+    "launcher.py": {"__call__", "_describe", "_odd", "empty", "<listcomp>"},
     "reads.py": {"descriptor_like"},
     "sums.py": {"add"},
 }
@@ -174,7 +174,7 @@ def shifted(count: int) -> torch.Tensor:
 def test_a_kernel_is_kept_for_each_alignment() -> None:
     """Triton compiles for tensors that begin at a multiple of 16 bytes: such a kernel must not meet others."""
     function = Function()
-    call = launcher(function, (3, 1, 1), [None, None], [7, 1], {"BLOCK": 64}, {"num_warps": 4})
+    call = Launch(function, (3, 1, 1), [None, None], [7, 1], {"BLOCK": 64}, {"num_warps": 4})
     even, odd = torch.empty(8), shifted(8)
     assert even.data_ptr() % 16 == 0 != odd.data_ptr() % 16
     for tensors in ((even, even), (even, even), (even, odd), (odd, even), (even, odd), (odd, even)):
@@ -186,7 +186,7 @@ def test_a_kernel_is_kept_for_each_alignment() -> None:
 
 def test_every_call_describes_its_own_tensors() -> None:
     function = Function()
-    call = launcher(function, (3, 1, 1), [None, ((0, 1), (16, 8))], [], {}, {})
+    call = Launch(function, (3, 1, 1), [None, ((0, 1), (16, 8))], [], {}, {})
     first, second, out = torch.zeros(32, 8, dtype=torch.float16), torch.zeros(32, 8, dtype=torch.float16), torch.zeros(8)
     call((out, first))
     call((out, second))
