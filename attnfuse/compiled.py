@@ -1,8 +1,7 @@
 """Inductor, with operators for its graphs that cost less to call.
 
 A graph that reaches inductor has been differentiated, so what its operators have for autograd only takes time there: as much as launching
-a kernel, at every call. `attention_in_graph` and the others are those of `ops` without it. Nor has PyTorch's dispatcher anything to decide
-for ordinary tensors, while it turns every argument from Python to C++ and back: there they are computed at once.
+a kernel, at every call. `attention_in_graph` and the others are those of `ops` without it.
 """
 from __future__ import annotations
 
@@ -10,62 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 from torch.fx import GraphModule
 
 from .ops import IN_GRAPH, OPERATORS
 
 IN_GRAPHS = {getattr(torch.ops.attnfuse, n).default: getattr(torch.ops.attnfuse, n + IN_GRAPH).default for n in OPERATORS}
 """For each of our operators the one without autograd."""
-
-
-def _keys(*names: str) -> int:
-    """The number of a set of the dispatcher's keys."""
-    found = DispatchKeySet(getattr(DispatchKey, names[0]))
-    for name in names[1:]:
-        found = found | DispatchKeySet(getattr(DispatchKey, name))
-    return int(found.raw_repr())
-
-
-_ORDINARY = frozenset(_keys(x, "ADInplaceOrView", f"Autograd{x}", f"Autocast{x}") for x in ("CPU", "CUDA"))
-"""The keys of tensors that are nothing but memory on a device: not fake, wrapped by a transformation, negated on reading."""
-_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_NOTHING_ON = _keys("BackendSelect", "ADInplaceOrView")
-"""What the dispatcher looks at beside them where no mode, transformation or tracer is on."""
-
-
-def at_once(operator: Any, computes: Callable[..., Any]) -> None:
-    """Have calls of an operator without autograd go to `computes`, which the dispatcher would choose, where that is certain.
-
-    It is where every tensor is `_ORDINARY` and nothing is on that sees operators; a profiler sees them by the dispatcher. Where a version of
-    PyTorch has these parts elsewhere, the dispatcher goes on being called.
-    """
-    try:
-        dispatched = operator._op
-        keys_of, included = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
-        function_modes, profiled = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
-    except AttributeError:
-        return
-
-    def ordinary(args: Sequence[Any]) -> bool:
-        for x in args:
-            if isinstance(x, torch.Tensor):
-                if type(x) not in _TYPES or keys_of(x).raw_repr() not in _ORDINARY:
-                    return False
-            elif isinstance(x, (list, tuple)) and not ordinary(x):
-                return False
-        return True
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not (kwargs or function_modes() or profiled()) and included().raw_repr() == _NOTHING_ON and ordinary(args):
-            return computes(*args)
-        return dispatched(*args, **kwargs)
-
-    operator._op = call
-
-
-for _name, (_computes, _) in OPERATORS.items():
-    at_once(getattr(torch.ops.attnfuse, _name + IN_GRAPH).default, _computes)
 
 
 def inductor(mode: str | None, options: Mapping[str, Any], dynamic: bool | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:

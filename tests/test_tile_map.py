@@ -461,7 +461,7 @@ def test_kernels_along_maps_fit(target: tuple[str, int | str]) -> None:
         found += [offline.compile_backward(spec, sizes, meta, target, job) for job in (Job("keys", key=True, value=True), Job("queries", query=True))]
         for one in found:
             assert one.shared <= device.shared and one.plan.block_m <= 64 and one.plan.block_n <= 64
-            assert not one.spills or target[0] != "cuda" or one.spills <= 64, (depth, str(one.plan), one.spills)
+            assert not one.spills or target[0] != "cuda" or one.spills <= 72, (depth, str(one.plan), one.spills)        # with Triton 3.6
 
 
 @outside
