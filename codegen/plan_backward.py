@@ -69,7 +69,11 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
         shapes = [s for s in shapes if s[0] == s[1]]
     if gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
         shapes = shapes[1:]             # addresses that are read, and masks of the depth, fill registers
-    listed = [plan for shape in dict.fromkeys(shapes) if space.fits((plan := _plan(spec, request, device, work, shape, job, ())).shared, device)]
+    listed = []
+    if table is tables.TILES_HOPPER and job.kind == "tiles" and limit in tables.TILES_TWICE and spec.tiles is None:
+        shape, registers = tables.TILES_TWICE[limit]
+        listed = space.twice(_plan(spec, request, device, work, shape, job, ()), registers, work, device)
+    listed += [plan for shape in dict.fromkeys(shapes) if space.fits((plan := _plan(spec, request, device, work, shape, job, ())).shared, device)]
     if not listed:
         listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), job, ()))
     measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from ..ranges import analyse
 from ..spec import AttentionSpec
@@ -15,14 +14,12 @@ from .plan import HALF, KernelPlan, Request, as_measured, gathers, products, rea
 from .reads import described_pairs
 from .space import Choice
 from .tables import Shape, Table
-from .tiles import KIB, Device, Tile, padded
+from .tiles import Device, Tile, padded
 
 LEAST_VALUE_WIDTH = 64
 """Narrower value tiles are miscompiled for Hopper by ptxas 12.8.93 without a warning: in a loop whose value tile has rows of
 32 or 64 bytes the shared-memory descriptors of all but the first product are read from registers that hold something else
 (seen as reads out of bounds; tests/sass.py finds it in the machine code, and test_compile_only.py looks at what we ship)."""
-LIGHT = 3
-"""Operations a score of programs that were compiled without spills in 128 registers; five spilled 72 bytes, a mask of columns in cut tiles 288."""
 LARGEST_HEAD = 256
 """The widest head that the kernels hold."""
 
@@ -117,15 +114,12 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, work: Work, shap
 
 
 def _twice(spec: AttentionSpec, request: Request, device: Device, work: Work, limit: int) -> list[KernelPlan]:
-    """The plan of which two blocks share a processor, where they do and the programs spill nothing in half of its registers: while one block computes
-    weights the other takes products."""
-    shape, registers = tables.PAIRED_TWICE.get(limit, ((0, 0, 0, 0), 0))
-    light = work.operations <= LIGHT and not (work.bounded and (work.held.rows or work.held.columns))
-    plan = _fit(spec, request, device, work, shape) if registers and light else None
-    if plan is None or (plan.block_m, plan.block_n, plan.warps, plan.stages) != shape or 2 * (plan.shared + KIB) > device.capacity:
+    """The plan of which two blocks share a processor, if the call is large enough for its shape."""
+    if limit not in tables.PAIRED_TWICE:
         return []
-    reason = f"at most {registers} registers a thread, so that two programs share a processor"
-    return [replace(plan, registers=min(plan.registers, registers), most_registers=registers, reasons=(*plan.reasons, reason))]
+    shape, registers = tables.PAIRED_TWICE[limit]
+    plan = _fit(spec, request, device, work, shape)
+    return space.twice(plan, registers, work, device) if plan and (plan.block_m, plan.block_n, plan.warps, plan.stages) == shape else []
 
 
 def _plan(request: Request, device: Device, work: Work, shape: Shape, reasons: tuple[str, ...]) -> KernelPlan:

@@ -19,7 +19,7 @@ from .estimate import Step, Work, cycles, limit, registers, steps
 from .memory import backward, forward
 from .plan import KernelPlan, Request
 from .tables import Shape
-from .tiles import Device, Tile, padded
+from .tiles import KIB, Device, Tile, padded
 
 HANDICAP = 1.3
 MARGIN = 1.02
@@ -32,6 +32,9 @@ SMALLER = 0.9
 """Of the shared memory of a plan that was refused, what the next one may take at most."""
 HOPELESS = 1.5
 """So many times its registers: kernels that read at indices that are read spill then, even by a model that sees too much in them."""
+LIGHT = 3
+"""Operations a score of programs that spill next to nothing in 128 registers: five spilled 72 bytes, a mask of columns in cut tiles 288, in the kernel of
+tiles 80."""
 _ROWS = (16, 32, 64, 128)
 
 
@@ -84,6 +87,18 @@ def unfit(work: Work, tile: Tile, device: Device, inspected: bool = True) -> str
         return f"about {need} registers a thread of {most}"
     shared = memory_of(work, tile, False, device)
     return None if fits(shared, device) else f"{shared} bytes of shared memory of {device.shared}"
+
+
+def twice(plan: KernelPlan, registers: int, work: Work, device: Device) -> list[KernelPlan]:
+    """The plan with at most so many registers a thread, so that two blocks share a processor: while one waits or computes weights, the other takes
+    products. Empty where the processor's shared memory holds one block only, the programs would spill, or tiles do not come by descriptors, with which
+    this was measured."""
+    crowded = (work.bounded or work.kind == "tiles") and (work.held.rows or work.held.columns)
+    light = work.operations <= LIGHT and not crowded
+    if not light or not plan.described or 2 * (plan.shared + KIB) > device.capacity:
+        return []
+    reason = f"at most {registers} registers a thread, so that two programs share a processor"
+    return [replace(plan, registers=min(plan.registers, registers), most_registers=registers, reasons=(*plan.reasons, reason))]
 
 
 def fits(shared: int, device: Device) -> bool:
