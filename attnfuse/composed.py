@@ -77,13 +77,8 @@ def _flash_backward(name: str, args: Sequence[Any], result: Sequence[torch.Tenso
     batch, heads, queries, width = (int(n) for n in query.shape)
     if not query.numel() or not key.numel():
         return []
-    calls = []
-    sizes = [distinct_bytes([x]) for x in (grad, out)]
-    for n, x in enumerate((grad, out)) if flash else ():
-        if not x.transpose(1, 2).is_contiguous():
-            whole = int(x.numel()) * x.element_size()
-            calls.append(Call("copy_", sizes[n], whole))
-            sizes[n] = whole
+    copied = [_beside(x) if flash else ([], distinct_bytes([x])) for x in (grad, out)]
+    calls, sizes = [call for some, _ in copied for call in some], [size for _, size in copied]
     row, arrived = _FLOAT * batch * heads * queries, sum(sizes)
     biased = 0 if flash else _bias(args[8], cache)
     sums = row * (_rounded(width) if flash else width)
@@ -93,6 +88,12 @@ def _flash_backward(name: str, args: Sequence[Any], result: Sequence[torch.Tenso
               Call(name, distinct_bytes([query, key, value, logsumexp]) + sizes[0] + row + sums + biased, sum(spread) + sums),
               Call(name, sums, distinct_bytes([result[0]]))]
     return calls + [Call("sum" if flash else name, wide, narrow) for wide, narrow in zip(spread, written, strict=True) if wide != narrow]
+
+
+def _beside(x: torch.Tensor) -> tuple[list[Call], int]:
+    """What a kernel that wants heads beside the width reads of a tensor, in bytes; before it the copy, where heads lie elsewhere."""
+    size, whole = distinct_bytes([x]), int(x.numel()) * x.element_size()
+    return ([], size) if x.transpose(1, 2).is_contiguous() else ([Call("copy_", size, whole)], whole)
 
 
 def _rounded(width: int) -> int:
@@ -125,11 +126,7 @@ def _efficient_backward(name: str, args: Sequence[Any], result: Sequence[Any], c
     if not query.numel() or not key.numel():
         return []
     batch, heads, queries, width = (int(n) for n in query.shape)
-    calls, arrived = [], distinct_bytes([grad])
-    if not grad.transpose(1, 2).is_contiguous():
-        whole = int(grad.numel()) * grad.element_size()
-        calls.append(Call("copy_", arrived, whole))
-        arrived = whole
+    calls, arrived = _beside(grad)
     widest = max(width, int(value.shape[3]))
     block = 64 if widest <= 64 else 128
     split = int(key.shape[2]) > block and (batch * heads < 256 or int(key.shape[2]) > 2 * block)

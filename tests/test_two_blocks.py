@@ -102,7 +102,7 @@ def test_two_blocks_of_the_kernel_of_tiles_share_a_processor(name: str) -> None:
     report = offline.compile_backward(spec, sizes, operands, ("cuda", 90), job)  # type: ignore[arg-type]
     assert said(plan) and report.plan == plan
     assert 2 * (report.shared + KIB) <= H200.capacity and report.registers is not None and 2 * 32 * plan.warps * report.registers <= 65536
-    assert report.spills is not None and report.spills <= 40
+    assert report.spills is not None and report.spills <= 64
     assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
 
 
