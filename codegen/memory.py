@@ -102,7 +102,7 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
     scores = tile.block_m * tile.block_n
     total += max(tile.stages - 1, 0) * (vectors + (held.reads - (held.narrow if kind == "keys" else 0)) * scores)
     if kind == "forward" and held.indirect and tile.stages > 1 and (wide and held.uneven or unit == "mma" and held.split):
-        total += (tile.stages - (unit != "tcgen05")) * held.qk * scores      # what is read at an index that was read is staged too
+        total += (tile.stages - (unit != "tcgen05" and not held.barriers)) * held.qk * scores      # what is read at an index that was read is staged too
     weights = _weights(kind, tile, held, unit, wide)
     if held.split:
         passing = _split(kind, tile, wide, loose, weights)
