@@ -110,7 +110,7 @@ def kernel_of(key: autotune.Key) -> str:
 
 def label(case: str, key: autotune.Key, plan: KernelPlan) -> str:
     """A plan of a case's kernel, as processes tell one another of it."""
-    return f"{case}|{kernel_of(key)}|{autotune.shape_of(plan)}"
+    return f"{case}|{kernel_of(key)}|{plan.shape}"
 
 
 # ---- trying each in a process that may end
@@ -178,8 +178,8 @@ def timed(names: Sequence[str], most: int, ran: dict[str, str]) -> list[dict[str
     def choose(key: autotune.Key, plans: Sequence[KernelPlan], attempt: autotune.Attempt, tolerance: float, time: object = None) -> None:
         outcome = {p: ran.get(label(now, key, p), "not tried") for p in plans[:most]}
         times = autotune.timings([p for p, what in outcome.items() if what == "ran"], attempt, tolerance, autotune.timer)
-        rows.append(row_of(CASES[now], now, kernel_of(key), len(plans), autotune.shape_of(plans[0]), times,
-                           {autotune.shape_of(p): what for p, what in outcome.items() if what != "ran"}))
+        rows.append(row_of(CASES[now], now, kernel_of(key), len(plans), plans[0].shape, times,
+                           {p.shape: what for p, what in outcome.items() if what != "ran"}))
         print(line(rows[-1]), flush=True)
 
     autotune.choose = choose  # type: ignore[assignment]  # the launchers look it up there

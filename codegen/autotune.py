@@ -66,11 +66,6 @@ class Key:
         return f"tuned_{self.digest}.json"
 
 
-def shape_of(plan: KernelPlan) -> Shape:
-    """What tells the plans of one call apart."""
-    return plan.block_m, plan.block_n, plan.warps, plan.stages
-
-
 def choose(key: Key, plans: Sequence[KernelPlan], attempt: Attempt, tolerance: float, time: Timer | None = None) -> KernelPlan | None:
     """The fastest of the first few plans: from an earlier measurement, else by timing them now.
 
@@ -83,7 +78,7 @@ def choose(key: Key, plans: Sequence[KernelPlan], attempt: Attempt, tolerance: f
     Returns:
         None where nothing is known and nothing may be timed, or no plan ran: the caller goes through the plans in their own order.
     """
-    offered = {shape_of(p): p for p in plans[:MOST]}
+    offered = {p.shape: p for p in plans[:MOST]}
     if key.digest not in _winners:
         found = recall(key)
         if found not in offered:
@@ -117,7 +112,7 @@ def timings(plans: Sequence[KernelPlan], attempt: Attempt, tolerance: float, tim
             elif not all(close(a, b, tolerance) for a, b in zip(results, truth, strict=True)):
                 log.warning("autotune: the plan %s computes something else than the first one and is left out", plan)
                 continue
-            times[shape_of(plan)] = time(run)
+            times[plan.shape] = time(run)
         except Exception as problem:
             if "illegal memory access" in str(problem):
                 raise                   # the context is lost: no later kernel can run

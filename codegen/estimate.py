@@ -107,7 +107,7 @@ class Step:
 
 
 def registers(work: Work, tile: Tile, unit: Unit, lanes: int) -> int:
-    """Registers a thread, about."""
+    """Registers a thread, about; where a plan says how many there may be, no more than that: what it spills then is not predicted."""
     m, n, d, e, threads = tile.block_m, tile.block_n, tile.block_d, tile.block_e, tile.warps * lanes
     own = n if work.kind == "keys" else m
     wide = unit in ("wgmma", "tcgen05") and own >= 64

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from . import autotune
 from .arguments import Unsupported
 from .plan import KernelPlan
 
@@ -47,7 +46,7 @@ class Steps:
     def prefer(self, winner: KernelPlan | None) -> None:
         """Put a plan that was measured in front."""
         if winner is not None:
-            self.plans = [winner, *(p for p in self.plans if autotune.shape_of(p) != autotune.shape_of(winner))]
+            self.plans = [winner, *(p for p in self.plans if p.shape != winner.shape)]
 
 
 def refused(problem: Exception) -> bool:

@@ -336,7 +336,7 @@ def bind(function: Any, kernel: Kernel, plan: KernelPlan, spec: AttentionSpec, s
     places = {name: len(operands) + n for n, name in enumerate(("out", "stats", "seed"))}
     grid = (math.ceil(named["i"] / plan.block_m) * math.prod(named[b] for b in spec.batch), 1, 1)
     called = [p.operand if isinstance(p.operand, int) else places[p.operand] for p in kernel.pointers]
-    launch = Together([(caller(function, kernel, plan, grid, integers), called)])
+    launch = Together([(caller(function, kernel, plan, grid, integers), called)], device)
 
     def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         out, stats = _allocate(layout, device)

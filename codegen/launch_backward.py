@@ -141,6 +141,10 @@ class Bound:
     def __call__(self, tensors: Named) -> None:
         self.launch([tensors[p] for p in self.pointers])
 
+    def among(self, order: Sequence[object]) -> tuple[Launch, list[int]]:
+        """With the places of its tensors among others, as `Together` wants it."""
+        return self.launch, [order.index(p) for p in self.pointers]
+
 
 @dataclass
 class _Kernel:
@@ -171,6 +175,7 @@ class _Backward:
         self.direct = frozenset(x.label for x in wanted.reads if self._is_gradient(x))
         self.together: Together | None = None
         self.row_buffers: tuple[str, ...] = ()
+        self.row_layout: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self.scratch: list[Buffer] = []
         self.zeros: list[Buffer] = []
         for role in wanted.roles:
@@ -295,10 +300,13 @@ class _Backward:
     def _first(self, tensors: Named, operands: Sequence[torch.Tensor]) -> None:
         """Run the kernels for the first time; from then on they are launched together."""
         for kernel in self.kernels:
-            self._launch(kernel, tensors, operands)
+            if kernel.bound is not None:            # an earlier first time ended at a later kernel
+                kernel.bound(tensors)
+            else:
+                self._launch(kernel, tensors, operands)
         order = list(tensors)
         found = [kernel.bound for kernel in self.kernels if kernel.bound is not None]
-        self.together = Together([(x.launch, [order.index(p) for p in x.pointers]) for x in found])
+        self.together = Together([x.among(order) for x in found], self.device)
 
     def _launch(self, kernel: _Kernel, tensors: Named, operands: Sequence[torch.Tensor]) -> None:
         """Run a kernel for the first time: look for the fastest plan if asked to, and climb down until one is taken."""
@@ -314,8 +322,9 @@ class _Backward:
             scratch = {n: _scratch_like(t) if n in self._written(job) and t is not None else t for n, t in tensors.items()}
 
             def trial(plan: KernelPlan) -> tuple[Callable[[], object], Sequence[torch.Tensor]]:
-                bound = attempt(plan, scratch)
-                return (lambda: bound(scratch)), [scratch[n] for n in self._written(job)]  # type: ignore[misc]  # all are there
+                bound, given = attempt(plan, scratch), list(scratch.values())
+                alone = Together([bound.among(list(scratch))], self.device)
+                return (lambda: alone(given)), [scratch[n] for n in self._written(job)]  # type: ignore[misc]  # all are there
 
             kernel.steps.prefer(autotune.choose(key, plans, trial, autotune.tolerance(self.spec)))
         kernel.bound = kernel.steps.first_that_runs(attempt)

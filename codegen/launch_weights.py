@@ -142,7 +142,7 @@ class _Ladder:
         integers = numbers(kernel, self.named, operands, tensors)
         called = launch.caller(function(self.spec, plan, WEIGHTS, self.call), kernel, plan, (programs, 1, 1), integers)
         order = list(tensors)
-        together = Together([(called, [order.index(p.operand) for p in kernel.pointers])])
+        together = Together([(called, [order.index(p.operand) for p in kernel.pointers])], self.device)
         return lambda now: together(list(now.values()))
 
 

@@ -6,11 +6,12 @@
     launches([out, k, v])                           # both, one after the other
 
 Triton looks a kernel up by the type, the divisibility and the value of every argument, at each call. Here all of that is fixed but for
-where the tensors begin, so a kernel that was found is kept, and called as Triton itself would call it.
+where the tensors begin, so a kernel that was found is kept, and called as Triton itself would call it, or at once (`direct`).
 """
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,8 @@ from .reads import descriptor, descriptor_like
 Tensors = Sequence["torch.Tensor | None"]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Of a descriptor: the order in which it takes the tensor's dimensions, and the shape of its boxes."""
-_MOST_CALLS = 1024
+_MOST_CALLS = 8192
+"""About 2 KB each and kernel."""
 
 _on_the_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
 
@@ -70,11 +72,15 @@ class Launch:
             given = self._describe(tensors, addresses)
             found[0](*given, *self._rest)
 
+    def is_known(self, tensors: Tensors) -> bool:
+        """Whether Triton has found the kernel for tensors that begin as these do."""
+        return _odd([t.data_ptr() for t in tensors]) in self._kernels  # type: ignore[union-attr]
+
     def at_once(self, tensors: Tensors, stream: int) -> Call | None:
-        """The call of a function in C that launches it on these tensors; None where Triton has to, or was not asked yet."""
+        """The call of a function in C that launches a kernel that is known; None where Triton has to."""
         addresses = [t.data_ptr() for t in tensors]  # type: ignore[union-attr]
-        found = self._kernels.get(_odd(addresses))
-        return None if found is None or found[1] is None else found[1](addresses, tensors, stream)
+        making = self._kernels[_odd(addresses)][1]
+        return None if making is None else making(addresses, tensors, stream)
 
     def _first(self, tensors: Tensors, odd: object) -> None:
         """Triton finds the kernel, or makes it; the interpreter has none to keep."""
@@ -100,41 +106,54 @@ def _odd(addresses: Sequence[int]) -> object:
     return functools.reduce(operator.or_, addresses) & 15 and tuple([address & 15 != 0 for address in addresses])
 
 
+_calls: dict[tuple[int, ...], list[Call]] = {}
+"""What launches the kernels of a `Together`, by its number, the stream and the addresses: one store for all, so that it has one bound."""
+_numbers = itertools.count()
+
+
 class Together:
     """Kernels that run one after the other, each on some of the same tensors, given by their places among these.
 
     What launches all of them is kept by the addresses of the tensors and the stream: where memory is allocated as it was the last time, as it is
     from one training step to the next, nothing remains to be done but to launch.
+
+    Args:
+        launches: the kernels and the places of their tensors. device: where the tensors are, the current device at every call.
     """
 
-    def __init__(self, launches: Sequence[tuple[Launch, Sequence[int]]]) -> None:
-        self._launches = launches
+    def __init__(self, launches: Sequence[tuple[Launch, Sequence[int]]], device: torch.device) -> None:
+        self._launches, self._number = launches, next(_numbers)
         self._used = sorted({place for _, places in launches for place in places})
-        self._calls: dict[tuple[int, ...], list[Call]] = {}
-        self._device: int | None = None
+        self._index = device.index or 0
+        self._direct = device.type == "cuda"
+        """Whether direct launches may be had: Triton's are looked for on a GPU only, and no more where one kernel has none."""
 
     def __call__(self, tensors: Tensors) -> None:
-        """Launch them on the current stream of the current device, which is the same at every call."""
-        key: tuple[int, ...] = ()
-        if self._device is not None:
-            key = (torch._C._cuda_getCurrentRawStream(self._device), *[tensors[place].data_ptr() for place in self._used])  # type: ignore[union-attr]
-            calls = self._calls.get(key) or self._ready(tensors, key)
+        """Launch them on the current stream."""
+        if self._direct:
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            key = (self._number, stream, *[tensors[place].data_ptr() for place in self._used])  # type: ignore[union-attr]  # dropout comes with a seed
+            calls = _calls.get(key) or self._ready(tensors, stream, key)
             if calls and not hooked():
                 for run, arguments in calls:
                     run(*arguments)
                 return
         for launch, places in self._launches:
             launch([tensors[place] for place in places])
-        if not key and torch.cuda.is_available():
-            self._device = torch.cuda.current_device()
 
-    def _ready(self, tensors: Tensors, key: tuple[int, ...]) -> list[Call]:
-        """The calls for these tensors, kept; none where Triton has to launch one of the kernels."""
-        found = [launch.at_once([tensors[place] for place in places], key[0]) for launch, places in self._launches]
-        calls = [call for call in found if call is not None]
-        if len(calls) < len(found):
-            return []
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.clear()
-        self._calls[key] = calls
+    def _ready(self, tensors: Tensors, stream: int, key: tuple[int, ...]) -> list[Call]:
+        """The calls for these tensors, kept; none where Triton has to launch one of the kernels, now or always."""
+        calls: list[Call] = []
+        for launch, places in self._launches:
+            given = [tensors[place] for place in places]
+            if not launch.is_known(given):
+                return []
+            call = launch.at_once(given, stream)
+            if call is None:
+                self._direct = False
+                return []
+            calls.append(call)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = calls
         return calls

@@ -88,6 +88,11 @@ class KernelPlan:
         return Tile(self.block_m, self.block_n, self.block_d, self.block_e, self.warps, self.stages, self.most_registers)
 
     @property
+    def shape(self) -> Shape:
+        """What tells the plans of one call apart: queries and keys of a tile, warps, stages."""
+        return self.block_m, self.block_n, self.warps, self.stages
+
+    @property
     def options(self) -> dict[str, int]:
         """What Triton is told beside the constants."""
         own = {"num_warps": self.warps, "num_stages": self.stages}

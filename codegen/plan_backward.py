@@ -60,7 +60,8 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     or not. `inspected` is as of `plan_forward.choices`."""
     work = work_for(spec, request, device, job)
     table = _table(spec, device, job.kind)
-    limit, row = tables.rows(table, max(work.block_d, work.block_e))
+    width = max(work.block_d, work.block_e)
+    limit, row = tables.rows(table, width)
     shapes = list(row)
     if table is tables.QUERIES_HOPPER and not analyse(spec).bounds and spec.tiles is None and (limit == 64 or gathers(spec) or not tile_loads(spec)):
         shapes.insert(0, tables.QUERIES_FULL[limit])
@@ -70,10 +71,11 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     if gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
         shapes = shapes[1:]             # addresses that are read, and masks of the depth, fill registers
     listed = []
-    if table is tables.TILES_HOPPER and job.kind == "tiles" and limit in tables.TILES_TWICE and spec.tiles is None:
-        shape, registers = tables.TILES_TWICE[limit]
+    if table is tables.TILES_HOPPER and job.kind == "tiles" and width in tables.TILES_TWICE and spec.tiles is None:
+        shape, registers = tables.TILES_TWICE[width]
         listed = space.twice(_plan(spec, request, device, work, shape, job, ()), registers, work, device)
-    listed += [plan for shape in dict.fromkeys(shapes) if space.fits((plan := _plan(spec, request, device, work, shape, job, ())).shared, device)]
+    others = [shape for shape in dict.fromkeys(shapes) if all(shape != p.shape for p in listed)]
+    listed += [plan for shape in others if space.fits((plan := _plan(spec, request, device, work, shape, job, ())).shared, device)]
     if not listed:
         listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), job, ()))
     measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)

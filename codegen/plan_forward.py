@@ -57,10 +57,10 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
     shapes = within_map(spec, shapes)
     if gathers(spec) and "float32" in products(spec):
         shapes = shapes[1:]             # addresses and the parts of split operands together do not fit the registers
-    listed = _twice(spec, request, device, work, limit) if paired and spec.tiles is None else []
+    listed = _twice(spec, request, device, work) if paired and spec.tiles is None else []
     for shape in shapes:
         plan = _fit(spec, request, device, work, shape)
-        if plan and all((plan.block_m, plan.block_n, plan.warps, plan.stages) != (p.block_m, p.block_n, p.warps, p.stages) for p in listed):
+        if plan and all(plan.shape != p.shape for p in listed):
             listed.append(plan)
     if not listed:
         listed.append(_plan(request, device, work, (16, 16, 4, 1), ()))
@@ -113,13 +113,14 @@ def _fit(spec: AttentionSpec, request: Request, device: Device, work: Work, shap
     return plan if space.fits(plan.shared, device) else None
 
 
-def _twice(spec: AttentionSpec, request: Request, device: Device, work: Work, limit: int) -> list[KernelPlan]:
+def _twice(spec: AttentionSpec, request: Request, device: Device, work: Work) -> list[KernelPlan]:
     """The plan of which two blocks share a processor, if the call is large enough for its shape."""
-    if limit not in tables.PAIRED_TWICE:
+    width = max(work.block_d, work.block_e)
+    if width not in tables.PAIRED_TWICE:
         return []
-    shape, registers = tables.PAIRED_TWICE[limit]
+    shape, registers = tables.PAIRED_TWICE[width]
     plan = _fit(spec, request, device, work, shape)
-    return space.twice(plan, registers, work, device) if plan and (plan.block_m, plan.block_n, plan.warps, plan.stages) == shape else []
+    return space.twice(plan, registers, work, device) if plan and plan.shape == shape else []
 
 
 def _plan(request: Request, device: Device, work: Work, shape: Shape, reasons: tuple[str, ...]) -> KernelPlan:

@@ -33,8 +33,8 @@ SMALLER = 0.9
 HOPELESS = 1.5
 """So many times its registers: kernels that read at indices that are read spill then, even by a model that sees too much in them."""
 LIGHT = 3
-"""Operations a score of programs that spill next to nothing in 128 registers: five spilled 72 bytes, a mask of columns in cut tiles 288, in the kernel of
-tiles 80."""
+"""Operations a score of programs that spill next to nothing in 128 registers. Five spilled 72 bytes, a mask of columns in cut tiles 288, in the kernel of
+tiles 80; there a second read for every score 176, random numbers 256."""
 _ROWS = (16, 32, 64, 128)
 
 
@@ -94,7 +94,8 @@ def twice(plan: KernelPlan, registers: int, work: Work, device: Device) -> list[
     products. Empty where the processor's shared memory holds one block only, the programs would spill, or tiles do not come by descriptors, with which
     this was measured."""
     crowded = (work.bounded or work.kind == "tiles") and (work.held.rows or work.held.columns)
-    light = work.operations <= LIGHT and not crowded
+    one_read = work.held.reads <= 4 and work.held.narrow <= 2
+    light = work.operations <= LIGHT and one_read and not work.draws and not crowded
     if not light or not plan.described or 2 * (plan.shared + KIB) > device.capacity:
         return []
     reason = f"at most {registers} registers a thread, so that two programs share a processor"
@@ -154,11 +155,11 @@ def ranked(work: Work, request: Request, device: Device, listed: Sequence[Kernel
         return Choice(plan, taken, step, rank, measured and rank == 0, settled)
 
     found = [choice(plan, rank) for rank, plan in enumerate(listed)]
-    known = {_shape(p) for p in listed}
+    known = {p.shape for p in listed}
     for shape in enumerated(work, request, device, inspected):
         plan = make(shape) if shape not in known else None
-        if plan is not None and _shape(plan) not in known:
-            known.add(_shape(plan))
+        if plan is not None and plan.shape not in known:
+            known.add(plan.shape)
             found.append(choice(plan, None))
     full = lambda c: c.step.registers / limit(device, Tile(c.plan.block_m, c.plan.block_n, 0, 0, c.plan.warps, 1))
     order = sorted(found, key=lambda c: c.cycles * (1.0 if c.listed == 0 and full(c) <= 1 else HANDICAP))
@@ -181,7 +182,7 @@ def descending(choices: Sequence[Choice], make: Callable[[Shape], KernelPlan]) -
         if one.plan.shared <= SMALLER * out[-1].shared and one.plan.block_m * one.plan.block_n <= out[-1].block_m * out[-1].block_n:
             out.append(_because(one, "the next smaller one, should the device refuse the larger"))
     if len(out) == 1:
-        shape = (16, 16, 2 if _shape(out[0])[:3] == (16, 16, 4) else 4, 1)
+        shape = (16, 16, 2 if out[0].shape[:3] == (16, 16, 4) else 4, 1)
         out.append(_because(replace(first, plan=make(shape)), "the smallest tile there is"))
     return tuple(out)
 
@@ -190,7 +191,3 @@ def _because(choice: Choice, why: str) -> KernelPlan:
     p = choice.plan
     text = f"{p.block_m}x{p.block_n} with {p.warps} warps and {p.stages} stages: {why}"
     return replace(p, reasons=(text, *p.reasons))
-
-
-def _shape(plan: KernelPlan) -> Shape:
-    return plan.block_m, plan.block_n, plan.warps, plan.stages

@@ -27,7 +27,8 @@ PAIRED_HOPPER: Table = ((128, ((128, 64, 8, 4), (128, 64, 8, 3))),)
 PAIRED_MAPPED: Table = ((128, ((64, 64, 4, 2),)),)
 """The same under a map of tiles."""
 PAIRED_TWICE: dict[int, tuple[Shape, int]] = {128: ((128, 64, 8, 2), 128)}
-"""The same before these, where a processor's shared memory holds two blocks: the shape, and the registers a thread with which its registers do too."""
+"""The same before these, where a processor's shared memory holds two blocks: by padded head dimension the shape, and the registers a thread with which its
+registers hold two as well."""
 AMPERE: Table = (
     (64, ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((64, 32, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
@@ -78,12 +79,11 @@ QUERIES_AMPERE: Table = (
     (256, ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
 TILES_HOPPER: Table = (
-    (64, ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 1), *_SMALLEST)),
-    (128, ((128, 64, 8, 2), (64, 64, 4, 1), *_SMALLEST)),
+    (128, ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 1), *_SMALLEST)),
     (256, ((64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
 TILES_TWICE: dict[int, tuple[Shape, int]] = {128: ((128, 64, 8, 1), 128)}
-"""As `PAIRED_TWICE`."""
+"""As `PAIRED_TWICE`; by padded head dimension, as that."""
 TILES_AMPERE: Table = (
     (128, ((64, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),

@@ -221,8 +221,8 @@ def _prepare(mask: Mask, operands: Sequence[torch.Tensor], sizes: tuple[int, ...
     plain = [None] * len(places)
     look = Launch(getattr(module, kernel.name), (batch * n_rows * n_columns, 1, 1), plain, integers, dict(kernel.constants), OPTIONS)
     lists = Launch(module.list_tiles, (batch * (n_rows + n_columns), 1, 1), [None] * 3,
-                     [n_rows, n_columns, named["i"], named["j"], batch * n_rows], {"CHUNK": CHUNK}, {})
-    launch = Together([(look, places), (lists, list(at.values()))])
+                   [n_rows, n_columns, named["i"], named["j"], batch * n_rows], {"CHUNK": CHUNK}, {})
+    launch = Together([(look, places), (lists, list(at.values()))], device)
     there = (batch, n_rows, n_columns)
     buffers = [(tuple(s), contiguous(s)) for s in (by_rows, by_columns, there)]
 

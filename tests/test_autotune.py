@@ -17,7 +17,7 @@ import torch
 import attnfuse
 from attnfuse import tuning
 from attnfuse.codegen import autotune, cache, launch, launch_backward
-from attnfuse.codegen.autotune import Key, shape_of
+from attnfuse.codegen.autotune import Key
 from attnfuse.codegen.jobs import Job
 from attnfuse.codegen.plan import KernelPlan
 from attnfuse.codegen.tables import Shape
@@ -52,9 +52,9 @@ class Machine:
 
     def bind(self, function: object, kernel: object, plan: KernelPlan, spec: Any, sizes: Any, operands: Any) -> Any:
         def run(operands: Sequence[torch.Tensor], seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            self.ran.append(shape_of(plan))
+            self.ran.append(plan.shape)
             out, stats = walked(spec, operands, sizes, seed)
-            return self.spoil(shape_of(plan), out), stats
+            return self.spoil(plan.shape, out), stats
         return run
 
     def time(self, run: Callable[[], object]) -> float:
@@ -88,7 +88,7 @@ def call(name: str = "causal_inf", queries: int = 40, keys: int = 40, dtype: tor
 
 
 def slowest_predicted(plans: Sequence[KernelPlan]) -> Shape:
-    return shape_of(plans[min(autotune.MOST, len(plans)) - 1])
+    return plans[min(autotune.MOST, len(plans)) - 1].shape
 
 
 def test_the_fastest_is_kept_and_used_by_the_next_process(play: Callable[..., Machine], own_folder: Path) -> None:
@@ -320,7 +320,7 @@ def test_backward_kernels_are_timed_on_memory_of_their_own(monkeypatch: pytest.M
 
     def bind(self: Any, job: Job, plan: KernelPlan, tensors: Any, operands: Any) -> Any:
         def run(now: Any) -> None:
-            ran.append((job.kind, shape_of(plan)))
+            ran.append((job.kind, plan.shape))
             if job.kind == "rows":
                 return
             for name in self._written(job):

@@ -76,6 +76,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return [Map(found[-1]), *described.shape, *described.strides]
 
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", fill)
+    monkeypatch.setattr(launcher, "_calls", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(type(triton.runtime.driver), "active", types.SimpleNamespace(allocate_default_profile_scratch=lambda *_: None))
@@ -203,10 +204,13 @@ class Function:
         return find
 
 
-def together(compiled: Compiled, *more: Compiled) -> Together:
+GPU = torch.device("cuda", 0)
+
+
+def together(*kernels: Compiled, device: torch.device = GPU) -> Together:
     """Kernels of (out, k, v), launched one after the other on (v, out, k, something else)."""
-    launches = [Launch(Function(x), GRID, [None, BOX, BOX], [1000], {"BLOCK": 64}, {"num_warps": 4}) for x in (compiled, *more)]
-    return Together([(x, (1, 2, 0)) for x in launches])
+    launches = [Launch(Function(x), GRID, [None, BOX, BOX], [1000], {"BLOCK": 64}, {"num_warps": 4}) for x in kernels]
+    return Together([(x, (1, 2, 0)) for x in launches], device)
 
 
 def given_to(launched: tuple[Any, ...], given: Sequence[torch.Tensor]) -> bool:
@@ -215,17 +219,12 @@ def given_to(launched: tuple[Any, ...], given: Sequence[torch.Tensor]) -> bool:
     return [x.address for x in flat if isinstance(x, Map)] == [t.data_ptr() for t in given[1:]] and given[0].data_ptr() in flat
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
 def mixed(given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     return [given[2], given[0], given[1], None]
 
 
 @pytest.mark.parametrize("scratch", (0, 128))
-def test_a_launcher_gives_both_the_same(scratch: int, device: None) -> None:
+def test_a_launcher_gives_both_the_same(scratch: int) -> None:
     """The whole of a launch, direct or not, first and later."""
     kernels = Compiled(scratch=scratch), Compiled()
     launch = together(*kernels)
@@ -239,9 +238,9 @@ def test_a_launcher_gives_both_the_same(scratch: int, device: None) -> None:
         assert all(map(given_to, compiled.in_c.launched, (second, first, second)))
 
 
-def test_what_launches_is_kept_by_addresses_and_stream(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_launches_is_kept_by_addresses_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that lies where it lay, on the same stream, asks for nothing but launches."""
-    kernels, (first, second, third) = (Compiled(), Compiled()), (tensors() for _ in range(3))
+    kernels, (first, second) = (Compiled(), Compiled()), (tensors() for _ in range(2))
     launch = together(*kernels)
     for given in (first, first, second):
         launch(mixed(given))
@@ -259,14 +258,22 @@ def test_what_launches_is_kept_by_addresses_and_stream(device: None, monkeypatch
     for compiled in kernels:
         *_, last = compiled.in_c.launched
         assert given_to(last, first) and STREAM + 1 in _flat(last) and STREAM not in _flat(last)
+
+
+def test_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all layouts together; and what one keeps no other takes."""
     monkeypatch.setattr(launcher, "_MOST_CALLS", 2)
-    for given in (third, second, first, third):
-        launch(mixed(given))
-        assert all(given_to(x.in_c.launched[-1], given) for x in kernels)
-    assert len(launch._calls) <= 2
+    kernels, every = (Compiled(), Compiled()), [tensors() for _ in range(3)]
+    launches = [together(x) for x in kernels]
+    for given in (*every, *every):
+        for compiled, launch in zip(kernels, launches, strict=True):
+            launch(mixed(given))
+            assert not compiled.in_c.launched or given_to(compiled.in_c.launched[-1], given)
+            assert len(launcher._calls) <= 2
+    assert [len(x.in_c.launched) for x in kernels] == [5, 5]
 
 
-def test_a_tensor_that_begins_elsewhere_is_another_kernel(device: None) -> None:
+def test_a_tensor_that_begins_elsewhere_is_another_kernel() -> None:
     """What was kept for tensors that begin at multiples of 16 bytes must not meet another."""
     compiled, given = Compiled(), tensors()
     launch = together(compiled)
@@ -279,7 +286,7 @@ def test_a_tensor_that_begins_elsewhere_is_another_kernel(device: None) -> None:
     assert all(map(given_to, compiled.in_c.launched, (given, odd, given)))
 
 
-def test_while_somebody_hooks_into_launches_triton_launches(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_somebody_hooks_into_launches_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, given = Compiled(), tensors()
     launch = together(compiled)
     (one, _), = launch._launches
@@ -297,10 +304,26 @@ def test_while_somebody_hooks_into_launches_triton_launches(device: None, monkey
     assert len(by_triton) == 2 and len(compiled.in_c.launched) == 2
 
 
-def test_without_a_device_nothing_is_kept() -> None:
+def test_without_a_gpu_nothing_is_kept() -> None:
     """As in the interpreter: there is no stream to ask for."""
     compiled, given = Compiled(), tensors()
-    launch = together(compiled)
+    launch = together(compiled, device=torch.device("cpu"))
     for _ in range(3):
         launch(mixed(given))
-    assert not launch._calls and len(compiled.in_c.launched) == 2
+    assert not launcher._calls and len(compiled.in_c.launched) == 2
+
+
+def test_where_triton_has_to_launch_one_it_launches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not looked past again."""
+    kernels, given = (Compiled(), Compiled(scratch=128)), tensors()
+    launch = together(*kernels)
+    launch(mixed(given))
+    kernels[1].run.global_scratch_size = 0            # it would allocate on the device
+    made: list[Any] = []
+    original = Launch.at_once
+    monkeypatch.setattr(Launch, "at_once", lambda *args: made.append(args) or original(*args))
+    for _ in range(3):
+        launch(mixed(given))
+    assert len(made) == 2 and not launcher._calls
+    for compiled in kernels:
+        assert len(compiled.in_c.launched) == 3 and all(given_to(x, given) for x in compiled.in_c.launched)

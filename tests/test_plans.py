@@ -55,16 +55,12 @@ def choices(kind: str, width: int, causal: bool) -> tuple[Choice, ...]:
     return plan_backward.choices(spec, request, card, job) if job else plan_forward.choices(spec, request, card)
 
 
-def shape_of(plan: KernelPlan) -> tuple[int, int, int, int]:
-    return plan.block_m, plan.block_n, plan.warps, plan.stages
-
-
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_what_was_measured_is_chosen_and_predicted(case: tuple[str, int, bool]) -> None:
     best, measured = MEASURED[case]
     found = choices(*case)
-    assert shape_of(found[0].plan) == best and found[0].measured
-    assert shape_of(min(found, key=lambda c: (c.cycles, c.listed)).plan) == best, "the model would have taken the same"
+    assert found[0].plan.shape == best and found[0].measured
+    assert min(found, key=lambda c: (c.cycles, c.listed)).plan.shape == best, "the model would have taken the same"
     kind, width, causal = case
     shape, card = Shape(width, 4096, heads=2048 // width, batch=4, causal=causal), device("h200")
     spec, held = spec_of(shape, "bfloat16"), [2 * 4 * 2048 * 4096] * 3
@@ -189,7 +185,7 @@ def test_a_shrinking_limit_never_leaves_fewer_than_two_plans(unit: tuple[str, in
             request = replace(predict.assumed(*half(), card), depth=width, value_depth=rng.choice((16, width)), **lengths)
             for job in (None, KEYS, QUERIES):
                 plans = plan_backward.candidates(spec, request, card, job) if job else plan_forward.candidates(spec, request, card)
-                assert len(plans) >= 2 and len(set(map(shape_of, plans))) == len(plans)
+                assert len(plans) >= 2 and len({p.shape for p in plans}) == len(plans)
                 fitting = [p for p in plans if p.shared <= card.shared]
                 assert plans[:len(fitting)] == tuple(fitting), "what fits comes first"
                 assert fitting or all(p.block_m * p.block_n <= 32 * 32 for p in plans), "only the smallest may exceed"
@@ -202,6 +198,9 @@ class Instead(launch_backward.Bound):
 
     def __call__(self, tensors: launch_backward.Named) -> None:
         self.launch(tensors)  # type: ignore[arg-type]
+
+    def among(self, order: Sequence[object]) -> Any:
+        return lambda tensors: self.launch(dict(zip(order, tensors, strict=True))), range(len(order))  # type: ignore[arg-type]
 
 
 class Refusing:
@@ -306,6 +305,22 @@ def test_backward_climbs_down_too(prepared: tuple[Any, ...], monkeypatch: pytest
         warnings.simplefilter("always")
         assert ops._generated("backward", *arguments) is None and ops._generated("backward", *arguments) is None
     assert len([w for w in said if "no plan of a kernel" in str(w.message)]) == 1
+
+
+def test_kernels_that_ran_are_not_bound_again(prepared: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a later one is refused for good, every call comes to the first again."""
+    spec, operands, sizes, _ = prepared
+    out, stats = walked(spec, operands, sizes)
+    bound: list[str] = []
+
+    def bind(self: Any, job: Job, plan: KernelPlan, tensors: Any, operands: Any) -> Any:
+        bound.append(job.kind)
+        return Instead(lambda now: None if job.kind == "rows" else (_ for _ in ()).throw(out_of_resources()), ())
+    monkeypatch.setattr(launch_backward._Backward, "_bind", bind)
+    for _ in range(3):
+        with pytest.raises(launch.Unsupported, match="no plan of a kernel was accepted"):
+            launch_backward.backward(spec, out, operands, out, stats, sizes, None, [True] * 3)
+    assert bound.count("rows") == 1
 
 
 def test_refused_plans_of_weights_are_not_tried_again(prepared: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
