@@ -169,7 +169,7 @@ def test_losses_under_autocast_and_scaling_follow_eager(dtype: str, seed: int) -
     scale, want = (s.get_scale() for s in scalers)
     assert (want < 2.0 ** 24 or dtype != "float16") and 0.5 <= scale / want <= 2
     if scale == want:                                  # as many steps were taken
-        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=1e-2)        # from 5 down to a hundredth or less: one batch, learned by heart
     assert max(ours[-1], theirs[-1]) < theirs[0] - 0.5
 
 
