@@ -92,7 +92,8 @@ def run(case: Case, shape: Shape, dtype: torch.dtype, seed: int) -> None:
     operands, sizes = case.inputs(shape, dtype, seed)
     # Scores are computed again, in another order than when the statistics were taken. Where they are in the hundreds (a square of
     # the product) their last place is 3e-5, and eager, which computes them once, does not feel it.
-    limits = (5e-3, 1e-4) if case.name == "powers" else (2e-3, 2e-6)
+    # Squared scores: what the rounded result adds to delta is multiplied by their slopes (5e-3 in 1 of 200 gradients).
+    limits = (1.5e-2, 1e-4) if case.name == "powers" else (2e-3, 2e-6)
     check(case.spec(str(dtype).removeprefix("torch.")), operands, sizes, seed, limits=limits)
 
 
