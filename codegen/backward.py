@@ -33,12 +33,16 @@ from .text import level, literal, prepare
 from .writer import Writer
 
 RESERVED_BACKWARD = RESERVED + (
-    "n_unseen n_behind n_cut entry do dp ds dk dv dq shift log_sum delta first_row scratch_row largest total mass o owner first last "
+    "n_unseen n_behind n_cut n_marks mark start_mark entry do dp ds dk dv dq shift log_sum delta first_row scratch_row largest total mass o owner first last "
     "last_n n_rows n_columns n_diagonals turn aside diagonal nearest first_m first_n n_steps in_tile rows rest some_unseen q_base k_base v_base do_base grad_out_ptr grad_out_desc grad_q_ptr grad_k_ptr grad_v_ptr "
     "shift_ptr shift_desc largest_ptr largest_desc log_sum_ptr log_sum_desc delta_ptr delta_desc unseen_ptr grad_out_stride_m "
     "grad_out_stride_e grad_q_stride_m grad_q_stride_d grad_k_stride_n grad_k_stride_d grad_v_stride_n grad_v_stride_e weights_ptr "
     "weights_stride_m weights_stride_n").split()
 
+
+MARKED = 16
+"""How many queries share a mark that some of them saw no allowed key: the smallest tile of queries, so that no tile is taken for more than it is."""
+_MARKS_AT_ONCE = 1024
 
 SHIFTS = {"shift": f"(largest + total) * {LOG2E}", "largest": "largest", "log_sum": f"total * {LOG2E}"}
 """What scores are shifted by before exp2, from the statistics of their rows."""
@@ -85,6 +89,18 @@ class Recomputed(Forward):
             lines += [f'empty = {empty}        # every weight of such a row is 0',
                       "largest = tl.where(empty, 0.0, largest)", 'total = tl.where(empty, float("inf"), total)']
         return lines
+
+    def _unseen_queries(self, w: Writer) -> None:
+        """Variables: the queries [first, last) hold all rows of this attention that saw no allowed key; `last` is 0 where there are none."""
+        self.arguments.pointer("unseen_ptr", "unseen")
+        w.line(f"n_marks = tl.cdiv(n_queries, {MARKED})")
+        w.line("first = n_queries")
+        w.line("last = 0")
+        with w.block(f"for start_mark in range(0, n_marks, {_MARKS_AT_ONCE}):"):
+            w.line(f"mark = start_mark + tl.arange(0, {_MARKS_AT_ONCE})")
+            w.line("unseen = tl.load(unseen_ptr + batch.to(tl.int64) * n_marks + mark, mask=mark < n_marks, other=0) != 0")
+            w.line(f"first = tl.minimum(first, tl.min(tl.where(unseen, mark * {MARKED}, n_queries), 0))")
+            w.line(f"last = tl.maximum(last, tl.max(tl.where(unseen, tl.minimum((mark + 1) * {MARKED}, n_queries), 0), 0))")
 
     def _widen(self, w: Writer) -> None:
         """A tile for which all keys count takes them through the whole program."""

@@ -48,7 +48,7 @@ class Diagonals(Tiles):
             body.line(f"batch = {self._linear() or '0'}")
             for lines in (self.programs.scalars, bases.lines, limits.lines):
                 body.extend(lines)
-            with body.block(f"for step in range(0, {'n_left' if limits.lines else 'n_steps'}):"):
+            with body.block(self.loop("step", f"0, {'n_left' if limits.lines else 'n_steps'}")):
                 self._positions_of_tile(body)
                 for lines in (self.programs.hoisted, tile.lines):
                     body.extend(lines)
@@ -91,9 +91,8 @@ class Diagonals(Tiles):
             return
         outside = " | ".join(f"({self._beyond(b)})" for b in bounds) if len(bounds) > 1 else self._beyond(bounds[0])
         if self.sweeps:
-            self.arguments.pointer("unseen_ptr", "unseen")
-            w.line("some_unseen = tl.load(unseen_ptr + batch.to(tl.int64) * 2 + 1) > 0")
-            outside = f"({outside}) & (some_unseen ^ True)"
+            self._unseen_queries(w)
+            outside = f"({outside}) & (last == 0)"
         w.line("nearest = (diagonal + 1 - n_rows) * BLOCK_N         # j - i where the tiles' diagonals lie")
         w.line(f"n_left = tl.where({outside}, 0, n_steps)")
 

@@ -215,21 +215,21 @@ class Keys(Recomputed):
 
     def _ranged_loops(self, w: Writer) -> None:
         w.gap("full tiles: every bound holds for every key" if self.bounded else "full tiles")
-        with w.block(f"for start_m in range({self.full_start}, full_stop, BLOCK_M):"):
+        with w.block(self.loop("start_m", f"{self.full_start}, full_stop, BLOCK_M")):
             self._tile(w, self.chain.inside, masked=False)
         if self.uppers or self.sweeps:
             w.gap("tiles that a bound or the end of the queries cuts, on both sides of the full ones")
             left = "(full_start - start) // BLOCK_M" if self.uppers else "full_start // BLOCK_M"
             w.line(f"n_left = {'n_before + ' if self.sweeps and self.uppers else ''}{left}")
             w.line("n_partial = n_left + (stop - full_stop) // BLOCK_M")
-            with w.block("for step in tl.range(0, n_partial, num_stages=1):"):
+            with w.block(self.loop("step", "0, n_partial", 1)):
                 w.line("start_m = tl.where(step < n_left, full_start, full_stop) + (step - n_left) * BLOCK_M")
                 if self.sweeps and self.uppers:
                     w.line("start_m = tl.where(step < n_before, first + step * BLOCK_M, start_m)")
                 self._tile(w, self.chain.score, masked=True)
         else:
             w.gap("tiles that a bound or the end of the queries cuts" if self.bounded else "the last tile, where queries may be missing")
-            with w.block(f"for start_m in tl.range(full_stop, {'stop' if self.bounded else 'n_queries'}, BLOCK_M, num_stages=1):"):
+            with w.block(self.loop("start_m", f"full_stop, {'stop' if self.bounded else 'n_queries'}, BLOCK_M", 1)):
                 self._tile(w, self.chain.score, masked=True)
 
     def _listed_loops(self, w: Writer) -> None:
@@ -237,7 +237,7 @@ class Keys(Recomputed):
         as cut, as do the empty ones with such rows."""
         block = self.plan.block_m
         w.gap("full tiles")
-        with listed.walk(w, "m", block, "n_unseen" if self.sweeps else "0"):
+        with listed.walk(self, w, "m", block, "n_unseen" if self.sweeps else "0"):
             self._tile(w, self.chain.inside, masked=False)
         w.gap("tiles that the mask or the end of the queries cuts" + (", and those with rows that saw no allowed key" if self.sweeps else ""))
         with w.block(listed.cut(self, *(("0", "n_cut") if self.sweeps else ("n_full", "n_alive")))):
@@ -250,11 +250,9 @@ class Keys(Recomputed):
     def _unseen_tiles(self, w: Writer) -> None:
         """How many full tiles may hold rows that saw no allowed key, and which empty ones: the scan runs only where there are such rows."""
         w.gap("a row that saw no allowed key weighs ALL keys: the tiles that hold such rows count though they are empty, and as cut ones")
-        self.arguments.pointer("unseen_ptr", "unseen")
         times = listed.parts(self.plan.block_m)
         scaled = f" * {times}" if times > 1 else ""
-        w.line("first = n_queries - tl.load(unseen_ptr + batch.to(tl.int64) * 2)")
-        w.line("last = tl.load(unseen_ptr + batch.to(tl.int64) * 2 + 1)")
+        self._unseen_queries(w)
         for name, limit, start, stop in (("n_unseen", "last", "0", "n_full"), ("n_before", f"first // {TILE} * {TILE}", "n_alive", "n_listed"),
                                          ("n_behind", "last", "n_alive", "n_listed")):
             w.line(f"{name} = 0")
@@ -268,11 +266,10 @@ class Keys(Recomputed):
     def _unseen_rows(self, w: Writer) -> None:
         """Widen the range to the tiles of rows that saw no allowed key, and let no full tile hold any."""
         w.gap("a row that saw no allowed key weighs ALL keys: the tiles that hold such rows count beyond the bounds, and as cut ones")
-        self.arguments.pointer("unseen_ptr", "unseen")
+        self._unseen_queries(w)
+        w.line("last = tl.cdiv(last, BLOCK_M) * BLOCK_M")
         if self.uppers:
-            w.line("first = (n_queries - tl.load(unseen_ptr + batch.to(tl.int64) * 2)) // BLOCK_M * BLOCK_M")
-        w.line("last = tl.cdiv(tl.load(unseen_ptr + batch.to(tl.int64) * 2 + 1), BLOCK_M) * BLOCK_M")
-        if self.uppers:
+            w.line("first = first // BLOCK_M * BLOCK_M")
             w.line("n_before = tl.maximum(tl.minimum(start, last) - first, 0) // BLOCK_M")
         w.line("stop = tl.maximum(stop, last)" if self.bounded else "stop = tl.cdiv(n_queries, BLOCK_M) * BLOCK_M")
         w.line(f"full_start = tl.maximum({self.full_start}, tl.minimum(last, full_stop))")

@@ -1,7 +1,7 @@
 """The emitter of the kernel that prepares the rows: delta, what scores are normalised by, and which rows saw no allowed key."""
 from __future__ import annotations
 
-from .backward import SHIFTS, Recomputed
+from .backward import MARKED, SHIFTS, Recomputed
 from .chain import row_buffers
 from .text import literal
 from .writer import Writer
@@ -55,15 +55,14 @@ class Rows(Recomputed):
             self._mark(w)
 
     def _mark(self, w: Writer) -> None:
-        """The first and the last query without an allowed key; maxima, so the order of the programs does not matter."""
-        w.gap("the queries [n_queries - first, last) hold all rows that saw no allowed key: those count for keys beyond their bounds")
+        """Which queries saw no allowed key, a mark for so many of them: every program writes its own, so nothing has to be cleared before."""
+        w.gap(f"of {MARKED} queries each, whether some saw no allowed key: those count for keys beyond their bounds")
         self.arguments.pointer("unseen_ptr", "unseen")
         w.line(f"unseen = m_mask & ((largest > {literal(self.chain.seen_above)}) ^ True)        # NaN is not seen either")
-        narrow = ".to(tl.int32)" if self.plan.index_bits == 64 else ""
-        w.line(f"first = tl.max(tl.where(unseen, (n_queries - offs_m){narrow}, 0), 0)")
-        w.line(f"last = tl.max(tl.where(unseen, (offs_m + 1){narrow}, 0), 0)")
-        w.line("tl.atomic_max(unseen_ptr + batch.to(tl.int64) * 2, first, mask=last > 0)")
-        w.line("tl.atomic_max(unseen_ptr + batch.to(tl.int64) * 2 + 1, last, mask=last > 0)")
+        w.line(f"n_marks = tl.cdiv(n_queries, {MARKED})")
+        w.line(f"mark = pid % n_tiles * (BLOCK_M // {MARKED}) + tl.arange(0, BLOCK_M // {MARKED})")
+        w.line(f"some_unseen = tl.max(unseen.to(tl.int8).reshape([BLOCK_M // {MARKED}, {MARKED}]), 1)")
+        w.line("tl.store(unseen_ptr + batch.to(tl.int64) * n_marks + mark, some_unseen, mask=mark < n_marks)")
 
     def _epilogue(self, w: Writer) -> None:
         """Nothing: everything is stored."""

@@ -53,7 +53,7 @@ class Tiles(Recomputed):
         """The loop over a batch axis that is walked."""
         axis, length = self.programs.axis(name), self.programs.size(name)
         member = self.names.of(("member", name), f"member_{name}")
-        with w.block(f"for {member} in range(0, {length}):"):
+        with w.block(self.loop(member, f"0, {length}")):
             w.line(f"{axis} = tl.cast({member}, tl.int32)")
             yield
 

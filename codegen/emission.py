@@ -133,6 +133,16 @@ class Emission:
                      "HEAD_DIM": plan.depth, "VALUE_DIM": plan.value_depth}
         return wrapped(self.name(), self.programs, body, constants)
 
+    def loop(self, variable: str, span: str, stages: int = 0) -> str:
+        """The head of a loop over tiles, with so many stages if given.
+
+        Where tiles come by descriptors nothing is computed before the loop because it does not change in it: the products' own descriptors of
+        tiles in shared memory do not, dozens of numbers of 64 bits that then lie in registers all the time, and in local memory where those are
+        full. Computed again they cost nothing that could be measured.
+        """
+        options = [*([f"num_stages={stages}"] if stages else []), *(["disable_licm=True"] if self.plan.described else [])]
+        return f"for {variable} in {'tl.' if options else ''}range({', '.join([span, *options])}):"
+
     # ---- places
 
     def _offsets(self, w: Writer, label: str, start: str) -> None:

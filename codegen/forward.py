@@ -219,18 +219,18 @@ class Forward(Emission):
             self._listed_loops(w)
             return
         w.gap("full tiles: every bound holds for every row" if self.bounded else "full tiles")
-        with w.block(f"for start_n in range({self.full_start}, full_stop, BLOCK_N):"):
+        with w.block(self.loop("start_n", f"{self.full_start}, full_stop, BLOCK_N")):
             self._tile(w, self.inside, masked=False)
         if self.lowers:
             w.gap("tiles that a bound or the end of the keys cuts, on both sides of the full ones")
             w.line("n_left = (full_start - start) // BLOCK_N")
             w.line(f"n_partial = n_left + tl.cdiv(tl.maximum({self.stop} - full_stop, 0), BLOCK_N)")
-            with w.block(f"for step in tl.range(0, n_partial, num_stages={self._cut_stages()}):"):
+            with w.block(self.loop("step", "0, n_partial", self._cut_stages())):
                 w.line("start_n = tl.where(step < n_left, start + step * BLOCK_N, full_stop + (step - n_left) * BLOCK_N)")
                 self._tile(w, self.score, masked=True)
         else:
             w.gap("tiles that a bound or the end of the keys cuts" if self.bounded else "the last tile, where keys may be missing")
-            with w.block(f"for start_n in tl.range(full_stop, {self.stop}, BLOCK_N, num_stages={self._cut_stages()}):"):
+            with w.block(self.loop("start_n", f"full_stop, {self.stop}, BLOCK_N", self._cut_stages())):
                 self._tile(w, self.score, masked=True)
         self._after(w)
 
@@ -243,7 +243,7 @@ class Forward(Emission):
         """The same loops over a map's list."""
         block = self.plan.block_n
         w.gap("full tiles")
-        with listed.walk(w, "n", block, "0"):
+        with listed.walk(self, w, "n", block, "0"):
             self._tile(w, self.inside, masked=False)
         w.gap("tiles that the mask or the end of the keys cuts")
         with w.block(listed.cut(self, "n_full", "n_alive")):
@@ -264,7 +264,7 @@ class Forward(Emission):
         w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
         with w.block("if tl.max(unseen.to(tl.int32), 0) > 0:"):
             self._begin(w, folded=False)
-            with w.block("for start_n in tl.range(0, n_keys, BLOCK_N, num_stages=1):"):
+            with w.block(self.loop("start_n", "0, n_keys, BLOCK_N", 1)):
                 self._tile(w, written, masked=True, folded=False)
 
     def _sweep(self, w: Writer) -> None:
@@ -272,7 +272,7 @@ class Forward(Emission):
         w.line(f"unseen = m_mask & (row_max <= {literal(self.masked_below)})")
         if self.spec.tiles is not None:
             w.line("n_swept = tl.where(tl.max(unseen.to(tl.int32), 0) > 0, n_listed, n_alive)")
-            with w.block("for step in tl.range(n_alive, n_swept, num_stages=1):"):
+            with w.block(self.loop("step", "n_alive, n_swept", 1)):
                 w.line(f"start_n = {listed.place(self.plan.block_n, 'step')}")
                 self._tile(w, self.score, masked=True)
             return
@@ -282,7 +282,7 @@ class Forward(Emission):
             w.line("n_before = start // BLOCK_N")
         w.line(f"n_swept = {'n_before + ' if self.lowers else ''}tl.cdiv(tl.maximum(n_keys - stop_tile, 0), BLOCK_N)")
         w.line("n_swept = tl.where(tl.max(unseen.to(tl.int32), 0) > 0, n_swept, 0)")
-        with w.block("for step in tl.range(0, n_swept, num_stages=1):"):
+        with w.block(self.loop("step", "0, n_swept", 1)):
             if self.lowers:
                 w.line("start_n = tl.where(step < n_before, step * BLOCK_N, stop_tile + (step - n_before) * BLOCK_N)")
             else:

@@ -22,7 +22,7 @@ from ..tilemap import mapped
 from ..walker import backward_extra_terms
 from . import autotune, cache, header, launch
 from .arguments import Unsupported, number
-from .backward import emit
+from .backward import MARKED, emit
 from .chain import chain, row_buffers, sweeps
 from .diagonals import count, gathered
 from .fallback import Steps
@@ -174,8 +174,6 @@ class _Backward:
         self.dtypes = [dtype_of(o.dtype) for o in spec.operands]
         self.direct = frozenset(x.label for x in wanted.reads if self._is_gradient(x))
         self.together: Together | None = None
-        self.row_buffers: tuple[str, ...] = ()
-        self.row_layout: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self.scratch: list[Buffer] = []
         self.zeros: list[Buffer] = []
         for role in wanted.roles:
@@ -184,10 +182,12 @@ class _Backward:
             self._place_read(one)
         if wanted.jobs:
             self._place_rows()
+        self.order = (*range(len(self.shapes)), "grad_out", "out", "stats", "seed", *(b[0] for b in (*self.scratch, *self.zeros)))
         self.reads = [Read.of(spec, x, self.shapes[x.operand], self.named, device) for x in wanted.reads if x.label not in self.direct]
         self.summed = sorted({x.operand for x in self.reads} | wanted.terms)
         self.parts = [self._parts(n) if need else () for n, need in enumerate(needs)]
-        self.whole = {r.access.operand: r.name for r in wanted.roles if self._alone(r.access.operand)}
+        self.whole = {r.access.operand: self.order.index(r.name) for r in wanted.roles if self._alone(r.access.operand)}
+        self.made = any(need and n not in self.whole for n, need in enumerate(needs))
 
     def run(self, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
             seed: torch.Tensor | None) -> Gradients:
@@ -199,20 +199,23 @@ class _Backward:
 
     def _run(self, grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
              seed: torch.Tensor | None) -> Gradients:
-        tensors: dict[object, torch.Tensor | None] = dict(enumerate(operands))
-        tensors |= {"grad_out": grad_out, "out": out, "stats": stats.contiguous(), "seed": seed}
-        for name, shape, strides, dtype in self.scratch:
-            tensors[name] = empty(shape, strides, dtype, self.device)
-        if self.row_buffers:
-            tensors |= zip(self.row_buffers, empty(*self.row_layout, torch.float32, self.device).unbind(), strict=True)
-        for name, shape, strides, dtype in self.zeros:
-            tensors[name] = empty(shape, strides, dtype, self.device).zero_()
+        tensors: list[torch.Tensor | None] = [*operands, grad_out, out, stats.contiguous(), seed]
+        tensors += [empty(shape, strides, dtype, self.device) for _, shape, strides, dtype in self.scratch]
+        tensors += [empty(shape, strides, dtype, self.device).zero_() for _, shape, strides, dtype in self.zeros]
         if self.together is not None:
-            self.together(list(tensors.values()))
+            self.together(tensors)
         else:
-            self._first(tensors, operands)
-        sums = self._sums(tensors, operands, stats, seed) if self.summed else {}
-        return [tensors[self.whole[n]] if n in self.whole else self._gradient(n, tensors, sums) if need else None
+            self._first(dict(zip(self.order, tensors, strict=True)), operands)
+        if self.made:
+            return self._made(tensors, operands, stats, seed)
+        return [tensors[self.whole[n]] if need else None for n, need in enumerate(self.needs)]
+
+    def _made(self, tensors: Sequence[torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
+              seed: torch.Tensor | None) -> Gradients:
+        """The gradients where some are not what a kernel wrote."""
+        named = dict(zip(self.order, tensors, strict=True))
+        sums = self._sums(named, operands, stats, seed) if self.summed else {}
+        return [tensors[self.whole[n]] if n in self.whole else self._gradient(n, named, sums) if need else None
                 for n, need in enumerate(self.needs)]
 
     def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, full: bool = True) -> None:
@@ -222,11 +225,10 @@ class _Backward:
     def _place_rows(self) -> None:
         """What the row kernel leaves for the others."""
         depths = self.named["d"], self.named["e"]
-        self.row_buffers = row_buffers(chain(self.spec, *depths))
-        shape = (len(self.row_buffers), self.rows, -(-self.named["i"] // 4) * 4)       # rows of 16 bytes, for descriptors
-        self.row_layout = shape, contiguous(shape)
+        for name in row_buffers(chain(self.spec, *depths)):
+            self._place(name, (self.rows, -(-self.named["i"] // 4) * 4), torch.float32)        # rows of 16 bytes, for descriptors
         if sweeps(self.spec, *depths):
-            self._place("unseen", (self.rows, 2), torch.int32, full=False)
+            self._place("unseen", (self.rows, -(-self.named["i"] // MARKED)), torch.int8)
 
     def _alone(self, number: int) -> bool:
         """Whether the gradient of an operand is what one kernel writes, so that it needs no sum in float32."""

@@ -26,7 +26,7 @@ def cut(emission: Emission, start: str, stop: str) -> str:
     """The head of the loop over tiles that the mask cuts: with a shorter pipeline than full tiles have, unless these may be most of all tiles."""
     found = mapped(emission.spec)
     assert found is not None        # `ranges_of` has made sure
-    return f"for step in range({start}, {stop}):" if found.dense else f"for step in tl.range({start}, {stop}, num_stages={CUT_STAGES}):"
+    return emission.loop("step", f"{start}, {stop}", 0 if found.dense else CUT_STAGES)
 
 
 def parts(block: int) -> int:
@@ -62,12 +62,12 @@ def locate(emission: Emission, side: Side) -> list[str]:
 
 
 @contextmanager
-def walk(w: Writer, label: str, block: int, start: str) -> Iterator[None]:
+def walk(emission: Emission, w: Writer, label: str, block: int, start: str) -> Iterator[None]:
     """The loop over full tiles. The place of the next tile is read while this one is computed: read in the same turn it would cost the
     pipeline a buffer."""
     load = lambda step: place(block, step)
     w.line(f"next_{label} = {load(f'tl.minimum({start}, n_listed - 1)' if start != '0' else start)}")
-    with w.block(f"for step in range({start}, n_full):"):
+    with w.block(emission.loop("step", f"{start}, n_full")):
         w.line(f"start_{label} = next_{label}")
         w.line("following = tl.minimum(step + 1, n_listed - 1)")
         w.line(f"next_{label} = {load('following')}")

@@ -77,7 +77,7 @@ def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequen
     integers = launch_backward.numbers(kernel, named, operands, {"out": out, "grad_out": out, **gradients})
     dtypes: dict[Any, torch.dtype] = dict(enumerate(t.dtype for t in operands)) | {n: t.dtype for n, t in gradients.items()}
     dtypes |= dict.fromkeys(("stats", "shift", "largest", "log_sum", "delta", *(c.label for c in job.captured)), torch.float32)
-    dtypes |= {"out": out.dtype, "grad_out": out.dtype, "seed": torch.int64, "unseen": torch.int32}
+    dtypes |= {"out": out.dtype, "grad_out": out.dtype, "seed": torch.int64, "unseen": torch.int8}
     return _compile(function, kernel, plan, integers, dtypes, target)
 
 

@@ -105,7 +105,7 @@ class Weights(Recomputed):
         if self.lowers:
             spans.insert(0, "0, start")
         for span in spans:
-            with w.block(f"for start_n in tl.range({span}, BLOCK_N, num_stages=1):"):
+            with w.block(self.loop("start_n", f"{span}, BLOCK_N", 1)):
                 self._nothing(w)
 
     def _nothing(self, w: Writer) -> None:

@@ -55,7 +55,7 @@ def arrange(seed: int, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(module, "candidates", small)
     scratch, allocate = launch_backward.empty, launch._allocate
-    patch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(12345.0))
+    patch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(77))
     patch.setattr(launch, "_allocate", lambda *args: tuple(t.fill_(12345.0) for t in allocate(*args)))
 
 

@@ -343,7 +343,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate, scratch = launch._allocate, launch_backward.empty
     monkeypatch.setattr(launch, "_allocate", lambda *args: tuple(t.fill_(12345.0) for t in allocate(*args)))
-    monkeypatch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(12345.0))
+    monkeypatch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(77))
 
 
 def check(case: Case, shape: Shape, dtype: torch.dtype, seed: int, mapped: bool = False) -> None:

@@ -163,7 +163,7 @@ def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda 
 @pytest.fixture
 def poisoned_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = launch_backward.empty
-    monkeypatch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(12345.0))
+    monkeypatch.setattr(launch_backward, "empty", lambda *args: scratch(*args).fill_(77))
 
 
 @pytest.mark.usefixtures("poisoned_backward")
