@@ -10,8 +10,7 @@
     torch.ops.attnfuse.attention_in_graph(…)        and so on: the same without autograd
 
 `spec` is `AttentionSpec.to_json()`, `sizes` the integers of `AttentionSpec.size_names`; out (batch…, i, e) has the strides that
-`spec.out_order` says, stats (batch…, i, 2) are the row statistics of `walker.forward`. A gradient that is not needed
-comes back as an empty tensor, for an operator cannot return None in a list.
+`spec.out_order` says, stats (batch…, i, 2) are the row statistics of `walker.forward`. Of the gradients come back those that `needs` names, in order.
 
 `weights` is for attention weights that are wanted beside the result: from the statistics of the same operands it gives the tensor
 (batch…, i, j) that its own spec describes (weight program, dtype, memory order). Its gradients are added to the attention's by autograd.
@@ -76,6 +75,17 @@ def _refuse_forward_mode() -> None:
     """An operator without a rule would drop the tangents in silence: refuse every call inside a level of forward-mode AD."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(FORWARD_MODE)
+
+
+def _needed(each: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    """Those of the operands, or of what belongs to them, whose gradients are needed."""
+    return [x for x, need in zip(each, needs, strict=True) if need]
+
+
+def _in_place(grads: Sequence[torch.Tensor], needs: Sequence[bool]) -> list[torch.Tensor | None]:
+    """A gradient or None for every operand, as autograd wants them, from the needed ones."""
+    given = iter(grads)
+    return [next(given) if need else None for need in needs]
 
 
 # ---- who computes
@@ -180,7 +190,7 @@ def _attention_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor]
             grads = _generated("backward", parsed, grad_out, operands, out, stats, sizes, seed, needs)
         if grads is None:
             grads = walker.backward(parsed, grad_out, operands, out, stats, sizes, seed, needs)
-    return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
+    return _needed(grads, needs)
 
 
 def _weights(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int],
@@ -209,7 +219,7 @@ def _weights_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], stat
     """By the tiled loop on every device: a tensor of the gradient's size is alive anyway."""
     with _undisturbed(stats.device):
         grads = weighing.backward(AttentionSpec.from_json(spec), grad, operands, stats, sizes, seed, needs)
-    return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
+    return _needed(grads, needs)
 
 
 @torch.library.impl(_library, "tile_map", "CompositeExplicitAutograd")
@@ -235,7 +245,7 @@ def _distance_table_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor
                              needs: Sequence[bool]) -> list[torch.Tensor]:
     with _undisturbed(grad.device):
         grads = distances.gradients(Table.from_json(table), grad, operands, sizes, needs)
-    return [t.new_empty(0) if g is None else g for t, g in zip(operands, grads, strict=True)]
+    return _needed(grads, needs)
 
 
 # ---- shapes without values
@@ -250,7 +260,7 @@ def _fake_distance_table(like: torch.Tensor, operands: Sequence[torch.Tensor], s
 @torch.library.register_fake("attnfuse::distance_table_backward", lib=_library)
 def _fake_distance_table_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], table: str,
                                   needs: Sequence[bool]) -> list[torch.Tensor]:
-    return [t.new_empty(t.shape if need else 0) for t, need in zip(operands, needs, strict=True)]
+    return [t.new_empty(t.shape) for t in _needed(operands, needs)]
 
 
 @torch.library.register_fake("attnfuse::tile_map", lib=_library)
@@ -270,7 +280,7 @@ def _fake(operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Te
 @torch.library.register_fake("attnfuse::attention_backward", lib=_library)
 def _fake_backward(grad_out: torch.Tensor, operands: Sequence[torch.Tensor], out: torch.Tensor, stats: torch.Tensor,
                    sizes: Sequence[int], seed: torch.Tensor | None, spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
-    return [t.new_empty(t.shape if need else 0) for t, need in zip(operands, needs, strict=True)]
+    return [t.new_empty(t.shape) for t in _needed(operands, needs)]
 
 
 @torch.library.register_fake("attnfuse::weights", lib=_library)
@@ -283,7 +293,7 @@ def _fake_weights(operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: 
 @torch.library.register_fake("attnfuse::weights_backward", lib=_library)
 def _fake_weights_backward(grad: torch.Tensor, operands: Sequence[torch.Tensor], stats: torch.Tensor, sizes: Sequence[int],
                            seed: torch.Tensor | None, spec: str, needs: Sequence[bool]) -> list[torch.Tensor]:
-    return [t.new_empty(t.shape if need else 0) for t, need in zip(operands, needs, strict=True)]
+    return [t.new_empty(t.shape) for t in _needed(operands, needs)]
 
 
 # ---- autograd
@@ -305,7 +315,7 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: torch.Tensor | No
     seed = rest[0] if rest else None
     needs = list(ctx.needs_input_grad[0])
     grads = torch.ops.attnfuse.attention_backward(grad_out, operands, out, stats, ctx.sizes, seed, ctx.spec, needs)
-    return [g if need else None for g, need in zip(grads, needs, strict=True)], None, None, None
+    return _in_place(grads, needs), None, None, None
 
 
 def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -323,7 +333,7 @@ def _differentiate_weights(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ..
     read = weighing.reads(AttentionSpec.from_json(ctx.spec))
     needs = [need and n in read for n, need in enumerate(ctx.needs_input_grad[0])]
     grads = torch.ops.attnfuse.weights_backward(grad, operands, stats, ctx.sizes, rest[0] if rest else None, ctx.spec, needs)
-    return [g if need else None for g, need in zip(grads, needs, strict=True)], None, None, None, None
+    return _in_place(grads, needs), None, None, None, None
 
 
 def _save_table(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -335,7 +345,7 @@ def _save_table(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
 def _differentiate_table(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[1])
     grads = torch.ops.attnfuse.distance_table_backward(grad, ctx.saved_tensors, ctx.sizes, ctx.table, needs)
-    return None, [g if need else None for g, need in zip(grads, needs, strict=True)], None, None
+    return None, _in_place(grads, needs), None, None
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> Any:

@@ -23,8 +23,8 @@ from . import program
 from .program import DOT, WEIGHT, Expr
 
 EmptyRows = Literal["nan", "zero", "repaired"]
-VERSION = 2
-"""Of the serialised form; a spec written by another version is refused."""
+VERSION = 3
+"""Of the serialised form, and of what the operators give for it: a spec written by another version, such as in a graph that a compiler stored, is refused."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from contextlib import ExitStack
 
-from ..program import Expr, depends
+from ..program import Expr, depends, walk
 from ..ranges import Bound
 from ..spec import Access, AttentionSpec
 from ..tilemap import TILE
@@ -23,7 +23,11 @@ from .jobs import Job
 from .owners import owned, shared_axes
 from .plan import KernelPlan
 from .scores import Body, Programs
+from .text import level
 from .writer import Writer
+
+_FUNCTIONS = frozenset("pow exp log log1p tanh sigmoid erf sin cos".split())
+"""Operations that take many instructions and registers."""
 
 
 class Keys(Recomputed):
@@ -291,7 +295,8 @@ class Keys(Recomputed):
         query = spec.operands[spec.query.operand].dtype
         if "dot" in depends(program):
             w.line(f"qk = tl.dot(k, tl.trans({self._cast_between('q', query, types.score)}){self._precise(types.score)})")
-        w.extend(self._rows([*self.chain.rows(inside), *(["delta"] if job.slopes else [])], masked))
+        late = ["delta"] if job.slopes and self._is_crowded() else []
+        w.extend(self._rows([*self.chain.rows(inside), *(["delta"] if job.slopes and not late else [])], masked))
         w.extend(weights_lines)
         if masked:
             w.line("p = tl.where(m_mask[None, :], p, 0.0)")
@@ -305,12 +310,19 @@ class Keys(Recomputed):
             w.line(f"dv = tl.dot({left}, {right}, dv{self._precise(types.value)})")
         if job.arrivals:
             w.line(f"dp = tl.dot(v, tl.trans({self._cast_between('do', spec.out_dtype, types.arrived)}){self._precise(types.arrived)})")
+            w.extend(self._rows(late, masked))
             w.extend(gradients)
         if job.key:
             if masked:
                 w.line("ds = tl.where(m_mask[None, :], ds, 0.0)")
             left, right = self._cast_between("ds", "float32", types.slope), self._cast_between("q", query, types.slope)
             w.line(f"dk = tl.dot({left}, {right}, dk{self._precise(types.slope)})")
+
+    def _is_crowded(self) -> bool:
+        """Whether delta is read after the product from which it is subtracted. Before it nothing waits for delta, but it takes registers all the
+        while: what draws, computes functions or loops over heads would spill them."""
+        functions = any(x.op in _FUNCTIONS and level(x) == "tile" for x in walk(self.chain.inside))
+        return "rows" in self.plan.described and bool(self.spec.dropouts or self.shared or functions)
 
     # ---- epilogue
 

@@ -134,13 +134,13 @@ class Emission:
         return wrapped(self.name(), self.programs, body, constants)
 
     def loop(self, variable: str, span: str, stages: int = 0) -> str:
-        """The head of a loop over tiles, with so many stages if given.
+        """The head of a loop over tiles; with `stages` one over few of them, with a pipeline of its own.
 
-        Where tiles come by descriptors nothing is computed before the loop because it does not change in it: the products' own descriptors of
-        tiles in shared memory do not, dozens of numbers of 64 bits that then lie in registers all the time, and in local memory where those are
-        full. Computed again they cost nothing that could be measured.
+        Nothing is computed before the loop because it does not change in it, where tiles come by descriptors and where they are few: the
+        products' own descriptors of tiles in shared memory do not change, nor do addresses, dozens of numbers of 64 bits that would lie in
+        registers all the time, and in local memory where those are full. Computed again they cost nothing that could be measured.
         """
-        options = [*([f"num_stages={stages}"] if stages else []), *(["disable_licm=True"] if self.plan.described else [])]
+        options = [*([f"num_stages={stages}"] if stages else []), *(["disable_licm=True"] if stages or self.plan.described else [])]
         return f"for {variable} in {'tl.' if options else ''}range({', '.join([span, *options])}):"
 
     # ---- places
