@@ -5,8 +5,8 @@ tests/test_codegen_backward.py`` runs the cases directly.
 """
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -369,22 +369,39 @@ def test_packed_operand(seed: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("name", ("causal_padding_min", "window_padding_min", "bottom_right_min", "bottom_right", "causal_padding_inf"))
-def test_rows_without_keys_need_the_sweep(name: str, seed: int, tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_keys_need_the_sweep(name: str, seed: int, tiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the visit to the skipped tiles the gradients are wrong: the other tests would see it missing."""
     tiles(16, 16)
     shape = Shape((2, 2), 75, 40) if "bottom" in name else Shape((2, 2), 75, 75)
     run(BY_NAME[name], shape, torch.float32, seed)
     for module in (emitter, launch_backward):
         monkeypatch.setattr(module, "sweeps", lambda *_: False)
-    emitter.emit.cache_clear()
-    monkeypatch.setattr(launch_backward, "_functions", {})
-    launch_backward._runs.clear()
-    monkeypatch.setenv("ATTNFUSE_CACHE_DIR", os.environ["ATTNFUSE_CACHE_DIR"] + "_unswept" if "ATTNFUSE_CACHE_DIR" in os.environ else "")
-    try:
-        with pytest.raises(AssertionError):
-            run(BY_NAME[name], shape, torch.float32, seed)
-    finally:
+    with emitted_again(monkeypatch, tmp_path), pytest.raises(AssertionError):
+        run(BY_NAME[name], shape, torch.float32, seed)
+
+
+@contextmanager
+def emitted_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+    """Kernels that an emitter which was changed writes: none is taken from before, none left behind."""
+    with monkeypatch.context() as patch:
+        patch.setattr(launch_backward, "_functions", {})
+        patch.setattr(launch_backward, "_runs", {})
+        patch.setenv("ATTNFUSE_CACHE_DIR", str(folder))
         emitter.emit.cache_clear()
+        try:
+            yield
+        finally:
+            emitter.emit.cache_clear()
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal_padding_min", "window_padding_min"])
+def test_marks_of_queries_are_read_in_parts(name: str, seed: int, tiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where there are more than are read at once, as in sequences of more than 16384."""
+    tiles(16, 16)
+    monkeypatch.setattr(emitter, "_MARKS_AT_ONCE", 2)
+    with emitted_again(monkeypatch, tmp_path):
+        run(BY_NAME[name], Shape((2, 2), 75, 75), torch.float32, seed)
 
 
 @interpreted

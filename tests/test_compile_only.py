@@ -1,6 +1,7 @@
 """Generated kernels compiled for devices that are not here: shared memory within limits, predictions sane, no spills; and their text."""
 from __future__ import annotations
 
+import os
 import random
 import re
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from attnfuse.codegen import launch, offline, plan_forward
+from attnfuse.codegen import backward, backward_keys, emission, launch, launch_backward, offline, plan_forward
 from attnfuse.codegen.jobs import ROWS, Job
 from attnfuse.codegen.task import task
 from attnfuse.codegen.tiles import known
@@ -162,6 +163,17 @@ def test_every_candidate_fits_and_a_smaller_one_follows() -> None:
 
 QUERIES, KEYS_VALUES = Job("queries", query=True), Job("keys", key=True, value=True)
 
+
+def tolerated_backward(dtype: str, depth: int, target: offline.Target) -> int:
+    """Bytes a thread that may lie in local memory. On Hopper next to nothing up to 128, by Triton 3.6; at 256 what computes the most keeps its tile,
+    because half the tile took a sixth longer. Elsewhere nothing was measured."""
+    if dtype == "float32":
+        return 4096
+    if target == ("cuda", 90) and triton.__version__.startswith("3.6."):
+        return 128 if depth > 128 else 8
+    return 1152 if depth > 128 else 320 if depth > 64 else 128 if depth == 40 else 64
+
+
 def check_backward(name: str, dtype: str, depth: int, target: offline.Target, value_depth: int = 0) -> None:
     """Each backward kernel: within the device, no spills beyond what is told, no product that reads a wrong descriptor."""
     case = BY_NAME[name]
@@ -172,7 +184,7 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
         limit = known(*target).shared
         assert report.shared <= limit and report.plan.shared <= limit
         assert near(report), (what, report.shared, report.plan)
-        assert (report.spills or 0) <= (4096 if dtype == "float32" else 1152 if depth > 128 else 320 if depth > 64 else 128 if depth == 40 else 64), (what, report)
+        assert (report.spills or 0) <= tolerated_backward(dtype, depth, target), (what, report)
         if target == ("cuda", 90):
             assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass")), what
 
@@ -183,6 +195,56 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
 ])
 def test_backward_resources(name: str, dtype: str, depth: int, value_depth: int, target: offline.Target) -> None:
     check_backward(name, dtype, depth, target, value_depth)
+
+
+def spills_of(name: str, depth: int, what: Job, target: offline.Target = ("cuda", 90)) -> int:
+    """Bytes a thread that a backward kernel's first plan spills."""
+    operands, sizes = meta(BY_NAME[name], "bfloat16", depth)
+    report = offline.compile_backward(BY_NAME[name].spec("bfloat16"), sizes, operands, target, what)
+    assert report.spills is not None
+    return report.spills
+
+
+def test_what_does_not_change_in_a_loop_stays_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hoisted out of the loop over cut tiles, descriptors of tiles in shared memory would spill."""
+    assert spills_of("causal_inf", 256, KEYS_VALUES) <= 16
+    monkeypatch.setattr(emission.Emission, "loop", lambda self, variable, span, stages=0: (
+        f"for {variable} in tl.range({span}{f', num_stages={stages}' if stages else ''}):"))
+    forget_kernels(monkeypatch)
+    assert spills_of("causal_inf", 256, KEYS_VALUES) >= 128
+
+
+def test_delta_is_read_late_where_registers_are_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, late in (("causal_inf", False), ("alibi_causal", False), ("dropout", True), ("softcap_causal", True), ("grouped", True)):
+        full = loops(backward_text(name, KEYS_VALUES, depth=128))[-2]
+        assert (full.index("delta = ") > full.index("dp = tl.dot")) == late, name
+    assert "delta = " in backward_text("dropout", QUERIES)
+    assert spills_of("dropout", 128, KEYS_VALUES) <= 16
+    monkeypatch.setattr(backward_keys.Keys, "_is_crowded", lambda self: False)
+    forget_kernels(monkeypatch)
+    assert spills_of("dropout", 128, KEYS_VALUES) >= 48
+
+
+def test_a_gradient_for_every_score_is_stored_from_smaller_tiles() -> None:
+    store = Job("queries", query=True, captured=next(j for j in jobs_of("bias") if j.kind == "queries").captured)
+    assert store.captured and spills_of("bias", 64, store) <= 8
+
+
+def jobs_of(name: str) -> tuple[Job, ...]:
+    """The backward kernels of an attention all of whose floats need a gradient."""
+    operands, sizes = meta(BY_NAME[name], "bfloat16", 64)
+    spec = BY_NAME[name].spec("bfloat16")
+    return task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), [t.is_floating_point() for t in operands]).jobs
+
+
+def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let backward kernels be emitted again, as other files."""
+    backward.emit.cache_clear()
+    monkeypatch.setattr(launch_backward, "_functions", {})
+    monkeypatch.setenv("ATTNFUSE_CACHE_DIR", os.environ["ATTNFUSE_CACHE_DIR"] + "_otherwise")
+    monkeypatch.setattr(backward, "emit", backward.emit.__wrapped__)
+    monkeypatch.setattr(launch_backward, "emit", backward.emit)
+    monkeypatch.setattr(offline, "emit_backward", backward.emit)
 
 
 @pytest.mark.slow
@@ -204,8 +266,6 @@ def test_dropout_leaves_three_blocks_of_the_queries_kernel_to_a_processor() -> N
 
 def backward_text(name: str, what: Job, dtype: str = "bfloat16", depth: int = 64) -> str:
     """The source of a backward kernel."""
-    from attnfuse.codegen import backward, launch_backward
-
     case = BY_NAME[name]
     operands, sizes = meta(case, dtype, depth)
     spec = case.spec(dtype)
@@ -275,9 +335,9 @@ def text(name: str, dtype: str = "bfloat16", depth: int = 64) -> str:
 
 
 def loops(source: str) -> list[str]:
-    """The bodies of the key loops, in order."""
+    """The bodies of the loops over tiles, in order."""
     kernel = source.split('if __name__ == "__main__"')[0]
-    return [body for _, body in re.findall(r"^((?:    )+)for [^\n]*:\n((?:\1    [^\n]*\n)+)", kernel, re.M)]
+    return [body for _, body in re.findall(r"^((?:    )+)for (?!start_mark)[^\n]*:\n((?:\1    [^\n]*\n)+)", kernel, re.M)]
 
 
 def test_full_tiles_have_no_mask_code() -> None:

@@ -194,6 +194,10 @@ def test_only_the_gradients_that_are_asked_for() -> None:
         operands[n].requires_grad_()
         attend(spec, operands, SIZES).sum().backward()
         assert [t.grad is not None for t in operands] == [m == n for m in range(3)]
+        needs = [m == n for m in range(3)]
+        out, stats = torch.ops.attnfuse.attention(operands, SIZES, None, spec.to_json())
+        (grad,) = torch.ops.attnfuse.attention_backward(torch.ones_like(out), operands, out, stats, SIZES, None, spec.to_json(), needs)
+        torch.testing.assert_close(grad, operands[n].grad)
 
 
 def test_second_derivative_is_one_clear_error() -> None:

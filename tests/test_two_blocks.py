@@ -149,7 +149,7 @@ def test_cut_tiles_have_a_pipeline(name: str) -> None:
     """By descriptors; the head of the loop over full tiles says nothing, for it has the plan's own."""
     spec, operands, sizes = call(BY_NAME[name])
     text = launch.source(spec, sizes, operands, H200)
-    assert text.count("num_stages=2)") == 1 and "num_stages=1)" not in text.split("# epilogue")[0].replace("n_swept, num_stages=1)", "")
+    assert text.count(", num_stages=2") == 1 and ", num_stages=1" not in text.split("# epilogue")[0].replace("n_swept, num_stages=1", "")
 
 
 def test_cut_tiles_without_descriptors_or_stages_have_none() -> None:
@@ -157,4 +157,4 @@ def test_cut_tiles_without_descriptors_or_stages_have_none() -> None:
                                 (BY_NAME["plain"], LONG, H200)):
         spec, operands, sizes = call(case, shape)
         text = launch.source(spec, sizes, operands, device)
-        assert "num_stages=2)" not in text and "num_stages=1)" in text
+        assert ", num_stages=2" not in text and ", num_stages=1" in text
