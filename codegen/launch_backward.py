@@ -182,7 +182,7 @@ class _Backward:
             self._place_read(one)
         if wanted.jobs:
             self._place_rows()
-        self.order = (*range(len(self.shapes)), "grad_out", "out", "stats", "seed", *(b[0] for b in (*self.scratch, *self.zeros)))
+        self.order: tuple[object, ...] = (*range(len(self.shapes)), "grad_out", "out", "stats", "seed", *(b[0] for b in (*self.scratch, *self.zeros)))
         self.reads = [Read.of(spec, x, self.shapes[x.operand], self.named, device) for x in wanted.reads if x.label not in self.direct]
         self.summed = sorted({x.operand for x in self.reads} | wanted.terms)
         self.parts = [self._parts(n) if need else () for n, need in enumerate(needs)]
@@ -213,7 +213,7 @@ class _Backward:
     def _made(self, tensors: Sequence[torch.Tensor | None], operands: Sequence[torch.Tensor], stats: torch.Tensor,
               seed: torch.Tensor | None) -> Gradients:
         """The gradients where some are not what a kernel wrote."""
-        named = dict(zip(self.order, tensors, strict=True))
+        named: Named = dict(zip(self.order, tensors, strict=True))
         sums = self._sums(named, operands, stats, seed) if self.summed else {}
         return [tensors[self.whole[n]] if n in self.whole else self._gradient(n, named, sums) if need else None
                 for n, need in enumerate(self.needs)]

@@ -26,7 +26,7 @@ MEANING = ("/sympy/", "/json/", "/dataclasses.py", "/attnfuse/program.py", "/att
 """Whose functions belong into the first call, but for `AT_EVERY_CALL`."""
 AT_EVERY_CALL = {
     "launch.py": {"forward", "backward", "weights", "tile_map", "aligned", "where", "run", "_allocate", "<listcomp>", "<genexpr>"},
-    "launch_backward.py": {"backward", "run", "_run", "_sums", "_gradient", "<listcomp>", "<genexpr>", "<dictcomp>"},
+    "launch_backward.py": {"backward", "run", "_run", "_made", "_sums", "_gradient", "<listcomp>", "<genexpr>", "<dictcomp>"},
     "launch_weights.py": {"weights", "run", "_launch", "_allocate", "<lambda>", "<listcomp>"},
     "tile_map.py": {"launch", "run", "<listcomp>", "<genexpr>"},
     "launcher.py": {"__call__", "_describe", "_odd", "empty", "<listcomp>"},
