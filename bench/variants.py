@@ -7,7 +7,7 @@ backward: gradients of queries, keys, values and of what a variant learns. Batch
 a line a measurement and writes variants.csv after each variant, so that what was measured stays if the run is cut off, and
 variants.png where matplotlib is there.
 
-A column for each way: ms (median) and peak memory beyond the inputs, MiB; ratios of the peers' times to attnfuse's; for attnfuse and
+A column for each way: ms (the least of three medians) and peak memory beyond the inputs, MiB; ratios of the peers' times to attnfuse's; for attnfuse and
 FlexAttention the time of their kernels alone, which a slow host does not change (`_kernels_ms`); the error of
 attnfuse and of FlexAttention against the plain code in float64 on two heads (of the result, or the largest of the gradients'); why a way failed.
 FlexAttention's block mask is made beforehand, as in a model that makes one for all of its layers, and its time stands apart in `flex_mask_ms`;
@@ -41,6 +41,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "variants.md"
 AXES = {"q": "bhid", "k": "bhjd", "v": "bhje", "slopes": "h", "ids": "bi", "bias": "hij", "table": "nh", "prefix": "b", "keep": "bj", "sinks": "h"}
 """What the dimensions of the inputs are, by name: b batch, h heads, i queries, j keys."""
 HEADS_CHECKED = 2
+ROUNDS = 3
+"""Of each measurement, the fastest counts: where a mask leaves little to compute, a step is as fast as the host is at the moment."""
 SLOW = 100
 """Milliseconds: where FlexAttention takes longer, by its atomics, max-autotune would take minutes."""
 
@@ -187,7 +189,7 @@ def largest_error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 def median_ms(call: Callable[[], Any], setup: Setup) -> float:
     """Median time of a call; on a CPU, where nothing is to be claimed, of three."""
     if setup.device == "cuda":
-        return milliseconds(call, setup.repeat_ms)
+        return milliseconds(call, setup.repeat_ms, ROUNDS)
     times = []
     for _ in range(3):
         start = time.perf_counter()
