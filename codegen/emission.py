@@ -100,10 +100,12 @@ class Emission:
     Attributes:
         reserved: names that the text uses itself.
         fixed: which vectors stay the same through the kernel's loop, as of `Programs`.
+        hoists: whether the compiler may compute before every loop what does not change in it (`loop`).
     """
 
     reserved = RESERVED
     fixed: Literal["row", "column"] = "row"
+    hoists = False
 
     def __init__(self, spec: AttentionSpec, plan: KernelPlan) -> None:
         self.spec, self.plan = spec, plan
@@ -140,7 +142,8 @@ class Emission:
         products' own descriptors of tiles in shared memory do not change, nor do addresses, dozens of numbers of 64 bits that would lie in
         registers all the time, and in local memory where those are full. Computed again they cost nothing that could be measured.
         """
-        options = [*([f"num_stages={stages}"] if stages else []), *(["disable_licm=True"] if stages or self.plan.described else [])]
+        stays = (stages or self.plan.described) and not self.hoists
+        options = [*([f"num_stages={stages}"] if stages else []), *(["disable_licm=True"] if stays else [])]
         return f"for {variable} in {'tl.' if options else ''}range({', '.join([span, *options])}):"
 
     # ---- places

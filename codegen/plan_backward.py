@@ -59,7 +59,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     """Every plan of a kernel that walks tiles with its predicted cost, the preferred one first; at least the smallest tile, whether it fits
     or not. `inspected` is as of `plan_forward.choices`."""
     work = work_for(spec, request, device, job)
-    table = tables.QUERIES_STORING if work.held.stores and device.unit == "wgmma" and work.times == 1 else _table(spec, device, job.kind)
+    table = _table(spec, device, job.kind)
     width = max(work.block_d, work.block_e)
     limit, row = tables.rows(table, width)
     shapes = list(row)

@@ -66,11 +66,6 @@ QUERIES_HOPPER: Table = (
     (128, ((64, 64, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
     (256, ((128, 32, 8, 2), (128, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
-QUERIES_STORING: Table = (
-    (128, ((64, 32, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
-    (256, ((64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
-)
-"""Hopper's where a gradient for every score is stored: in larger tiles the addresses spill up to 400 bytes a thread."""
 QUERIES_FULL: dict[int, Shape] = {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 64, 8, 1)}
 """Hopper's first choice without bounds: larger tiles of queries lose nothing at the edges, and loops that all run alike want fewer buffers."""
 KEYS_AMPERE: Table = (

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from attnfuse.codegen import backward, backward_keys, emission, launch, launch_backward, offline, plan_forward
+from attnfuse.codegen import backward, backward_keys, backward_queries, emission, launch, launch_backward, offline, plan_forward
 from attnfuse.codegen.jobs import ROWS, Job
 from attnfuse.codegen.task import task
 from attnfuse.codegen.tiles import known
@@ -164,12 +164,12 @@ def test_every_candidate_fits_and_a_smaller_one_follows() -> None:
 QUERIES, KEYS_VALUES = Job("queries", query=True), Job("keys", key=True, value=True)
 
 
-def tolerated_backward(dtype: str, depth: int, target: offline.Target) -> int:
+def tolerated_backward(name: str, dtype: str, depth: int, target: offline.Target) -> int:
     """Bytes a thread that may lie in local memory. On Hopper next to nothing up to 128, by Triton 3.6; at 256 what computes the most keeps its tile,
     because half the tile took a sixth longer. Elsewhere nothing was measured."""
     if dtype == "float32":
         return 4096
-    if target == ("cuda", 90) and triton.__version__.startswith("3.6."):
+    if target == ("cuda", 90) and triton.__version__.startswith("3.6.") and name != "bias":        # whose gradient is stored for every score
         return 128 if depth > 128 else 8
     return 1152 if depth > 128 else 320 if depth > 64 else 128 if depth == 40 else 64
 
@@ -184,7 +184,7 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
         limit = known(*target).shared
         assert report.shared <= limit and report.plan.shared <= limit
         assert near(report), (what, report.shared, report.plan)
-        assert (report.spills or 0) <= tolerated_backward(dtype, depth, target), (what, report)
+        assert (report.spills or 0) <= tolerated_backward(name, dtype, depth, target), (what, report)
         if target == ("cuda", 90):
             assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass")), what
 
@@ -219,15 +219,18 @@ def test_delta_is_read_late_where_registers_are_scarce(monkeypatch: pytest.Monke
         full = loops(backward_text(name, KEYS_VALUES, depth=128))[-2]
         assert (full.index("delta = ") > full.index("dp = tl.dot")) == late, name
     assert "delta = " in backward_text("dropout", QUERIES)
-    assert spills_of("dropout", 128, KEYS_VALUES) <= 16
+    assert spills_of("dropout", 128, KEYS_VALUES) <= 32        # nothing by Triton 3.6
     monkeypatch.setattr(backward_keys.Keys, "_is_crowded", lambda self: False)
     forget_kernels(monkeypatch)
     assert spills_of("dropout", 128, KEYS_VALUES) >= 48
 
 
-def test_a_gradient_for_every_score_is_stored_from_smaller_tiles() -> None:
-    store = Job("queries", query=True, captured=next(j for j in jobs_of("bias") if j.kind == "queries").captured)
-    assert store.captured and spills_of("bias", 64, store) <= 8
+def test_where_a_gradient_is_stored_for_every_score_addresses_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    storing = next(j for j in jobs_of("bias") if j.kind == "queries")
+    assert storing.captured and spills_of("bias", 64, storing) <= 128
+    monkeypatch.setattr(backward_queries.Queries, "hoists", False)
+    forget_kernels(monkeypatch)
+    assert spills_of("bias", 64, storing) >= 200
 
 
 def jobs_of(name: str) -> tuple[Job, ...]:
