@@ -225,6 +225,7 @@ def test_delta_is_read_late_where_registers_are_scarce(monkeypatch: pytest.Monke
     assert spills_of("dropout", 128, KEYS_VALUES) >= 48
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="Triton 3.9 spills next to nothing either way")
 def test_where_a_gradient_is_stored_for_every_score_addresses_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     storing = next(j for j in jobs_of("bias") if j.kind == "queries")
     assert storing.captured and spills_of("bias", 64, storing) <= 128
