@@ -187,7 +187,7 @@ def largest_error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 def median_ms(call: Callable[[], Any], setup: Setup) -> float:
-    """Median time of a call; on a CPU, where nothing is to be claimed, of three."""
+    """Median time of a call, the least of some rounds; on a CPU, where nothing is to be claimed, the median of three calls."""
     if setup.device == "cuda":
         return milliseconds(call, setup.repeat_ms, ROUNDS)
     times = []

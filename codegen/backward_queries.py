@@ -14,9 +14,9 @@ class Queries(Recomputed):
     """One emission of a kernel that owns tiles of queries, with forward's loops: of dQ and of captured reads by row."""
 
     @property
-    def hoists(self) -> bool:  # type: ignore[override]  # decided by the job
+    def hoists(self) -> bool:
         """Where a gradient for every score is stored: its addresses, made anew for every tile, would spill more than they do by lying there."""
-        return self.job.kind == "queries" and any(level(c.node) == "tile" for c in self.job.captured)
+        return any(level(c.node) == "tile" for c in self.job.captured)
 
     def _load_query(self, query: Writer, bases: Writer) -> None:
         super()._load_query(query, bases)

@@ -100,12 +100,10 @@ class Emission:
     Attributes:
         reserved: names that the text uses itself.
         fixed: which vectors stay the same through the kernel's loop, as of `Programs`.
-        hoists: whether the compiler may compute before every loop what does not change in it (`loop`).
     """
 
     reserved = RESERVED
     fixed: Literal["row", "column"] = "row"
-    hoists = False
 
     def __init__(self, spec: AttentionSpec, plan: KernelPlan) -> None:
         self.spec, self.plan = spec, plan
@@ -134,6 +132,11 @@ class Emission:
         constants = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "BLOCK_E": plan.block_e,
                      "HEAD_DIM": plan.depth, "VALUE_DIM": plan.value_depth}
         return wrapped(self.name(), self.programs, body, constants)
+
+    @property
+    def hoists(self) -> bool:
+        """Whether the compiler may compute before every loop what does not change in it (`loop`)."""
+        return False
 
     def loop(self, variable: str, span: str, stages: int = 0) -> str:
         """The head of a loop over tiles; with `stages` one over few of them, with a pipeline of its own.

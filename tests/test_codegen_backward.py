@@ -5,8 +5,7 @@ tests/test_codegen_backward.py`` runs the cases directly.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from attnfuse.codegen.tiles import known
 from attnfuse.program import DOT, add, apply, axis, const, load, loads, mul, size, substitute, where
 from attnfuse.reference import reference
 from attnfuse.spec import Access, AttentionSpec, Operand
+from tests.emitted import emitted_again
 from tests.interpreted import run_in_interpreter
 from tests.oracle import rounding, truth
 from tests.specs import BY_NAME, CASES, CAUSAL, Case, Shape, padding, variant
@@ -376,22 +376,8 @@ def test_rows_without_keys_need_the_sweep(name: str, seed: int, tiles, monkeypat
     run(BY_NAME[name], shape, torch.float32, seed)
     for module in (emitter, launch_backward):
         monkeypatch.setattr(module, "sweeps", lambda *_: False)
-    with emitted_again(monkeypatch, tmp_path), pytest.raises(AssertionError):
+    with emitted_again(tmp_path), pytest.raises(AssertionError):
         run(BY_NAME[name], shape, torch.float32, seed)
-
-
-@contextmanager
-def emitted_again(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
-    """Kernels that an emitter which was changed writes: none is taken from before, none left behind."""
-    with monkeypatch.context() as patch:
-        patch.setattr(launch_backward, "_functions", {})
-        patch.setattr(launch_backward, "_runs", {})
-        patch.setenv("ATTNFUSE_CACHE_DIR", str(folder))
-        emitter.emit.cache_clear()
-        try:
-            yield
-        finally:
-            emitter.emit.cache_clear()
 
 
 @interpreted
@@ -400,7 +386,7 @@ def test_marks_of_queries_are_read_in_parts(name: str, seed: int, tiles, monkeyp
     """Where there are more than are read at once, as in sequences of more than 16384."""
     tiles(16, 16)
     monkeypatch.setattr(emitter, "_MARKS_AT_ONCE", 2)
-    with emitted_again(monkeypatch, tmp_path):
+    with emitted_again(tmp_path):
         run(BY_NAME[name], Shape((2, 2), 75, 75), torch.float32, seed)
 
 

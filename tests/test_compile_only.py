@@ -1,7 +1,6 @@
 """Generated kernels compiled for devices that are not here: shared memory within limits, predictions sane, no spills; and their text."""
 from __future__ import annotations
 
-import os
 import random
 import re
 from dataclasses import replace
@@ -15,6 +14,7 @@ from attnfuse.codegen import backward, backward_keys, backward_queries, emission
 from attnfuse.codegen.jobs import ROWS, Job
 from attnfuse.codegen.task import task
 from attnfuse.codegen.tiles import known
+from tests.emitted import emitted_again
 from tests.sass import misread_descriptors
 from tests.specs import BY_NAME, Case, Shape
 
@@ -205,33 +205,33 @@ def spills_of(name: str, depth: int, what: Job, target: offline.Target = ("cuda"
     return report.spills
 
 
-def test_what_does_not_change_in_a_loop_stays_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_change_in_a_loop_stays_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hoisted out of the loop over cut tiles, descriptors of tiles in shared memory would spill."""
     assert spills_of("causal_inf", 256, KEYS_VALUES) <= 16
     monkeypatch.setattr(emission.Emission, "loop", lambda self, variable, span, stages=0: (
         f"for {variable} in tl.range({span}{f', num_stages={stages}' if stages else ''}):"))
-    forget_kernels(monkeypatch)
-    assert spills_of("causal_inf", 256, KEYS_VALUES) >= 128
+    with emitted_again(tmp_path / "again"):
+        assert spills_of("causal_inf", 256, KEYS_VALUES) >= 128
 
 
-def test_delta_is_read_late_where_registers_are_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delta_is_read_late_where_registers_are_scarce(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, late in (("causal_inf", False), ("alibi_causal", False), ("dropout", True), ("softcap_causal", True), ("grouped", True)):
         full = loops(backward_text(name, KEYS_VALUES, depth=128))[-2]
         assert (full.index("delta = ") > full.index("dp = tl.dot")) == late, name
     assert "delta = " in backward_text("dropout", QUERIES)
     assert spills_of("dropout", 128, KEYS_VALUES) <= 32        # nothing by Triton 3.6
     monkeypatch.setattr(backward_keys.Keys, "_is_crowded", lambda self: False)
-    forget_kernels(monkeypatch)
-    assert spills_of("dropout", 128, KEYS_VALUES) >= 48
+    with emitted_again(tmp_path / "again"):
+        assert spills_of("dropout", 128, KEYS_VALUES) >= 48
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="Triton 3.9 spills next to nothing either way")
-def test_where_a_gradient_is_stored_for_every_score_addresses_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_gradient_is_stored_for_every_score_addresses_are_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     storing = next(j for j in jobs_of("bias") if j.kind == "queries")
     assert storing.captured and spills_of("bias", 64, storing) <= 128
     monkeypatch.setattr(backward_queries.Queries, "hoists", False)
-    forget_kernels(monkeypatch)
-    assert spills_of("bias", 64, storing) >= 200
+    with emitted_again(tmp_path / "again"):
+        assert spills_of("bias", 64, storing) >= 200
 
 
 def jobs_of(name: str) -> tuple[Job, ...]:
@@ -239,16 +239,6 @@ def jobs_of(name: str) -> tuple[Job, ...]:
     operands, sizes = meta(BY_NAME[name], "bfloat16", 64)
     spec = BY_NAME[name].spec("bfloat16")
     return task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), [t.is_floating_point() for t in operands]).jobs
-
-
-def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let backward kernels be emitted again, as other files."""
-    backward.emit.cache_clear()
-    monkeypatch.setattr(launch_backward, "_functions", {})
-    monkeypatch.setenv("ATTNFUSE_CACHE_DIR", os.environ["ATTNFUSE_CACHE_DIR"] + "_otherwise")
-    monkeypatch.setattr(backward, "emit", backward.emit.__wrapped__)
-    monkeypatch.setattr(launch_backward, "emit", backward.emit)
-    monkeypatch.setattr(offline, "emit_backward", backward.emit)
 
 
 @pytest.mark.slow
