@@ -25,15 +25,15 @@ def header() -> str:
     return f"{on}; torch {torch.__version__}, triton {triton.__version__}, python {platform.python_version()}"
 
 
-def milliseconds(fn: Callable[[], Any], repeat_ms: int = 200, rounds: int = 1) -> float:
-    """Median time of a call on the GPU, the least of some rounds. Garbage is collected before and not meanwhile, as by `timeit`: what compilers leave
-    behind would be counted as the call's."""
+def milliseconds(fn: Callable[[], Any], repeat_ms: int = 200) -> float:
+    """Median time of a call on the GPU. Garbage is collected before and not meanwhile, as by `timeit`: what compilers leave behind would be counted as
+    the call's."""
     from triton.testing import do_bench
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
     try:
-        return min(float(do_bench(fn, warmup=50, rep=repeat_ms, return_mode="median")) for _ in range(rounds))
+        return float(do_bench(fn, warmup=50, rep=repeat_ms, return_mode="median"))
     finally:
         if collects:
             gc.enable()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import math
 import os
 import re
 import statistics
@@ -42,7 +43,7 @@ AXES = {"q": "bhid", "k": "bhjd", "v": "bhje", "slopes": "h", "ids": "bi", "bias
 """What the dimensions of the inputs are, by name: b batch, h heads, i queries, j keys."""
 HEADS_CHECKED = 2
 ROUNDS = 3
-"""Of each measurement, the fastest counts: where a mask leaves little to compute, a step is as fast as the host is at the moment."""
+"""Of measurements of each way, in turn; the fastest counts."""
 SLOW = 100
 """Milliseconds: where FlexAttention takes longer, by its atomics, max-autotune would take minutes."""
 
@@ -187,15 +188,17 @@ def largest_error(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 def median_ms(call: Callable[[], Any], setup: Setup) -> float:
-    """Median time of a call, the least of some rounds; on a CPU, where nothing is to be claimed, the median of three calls."""
-    if setup.device == "cuda":
-        return milliseconds(call, setup.repeat_ms, ROUNDS)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+    """Median time of a call; on a CPU, where nothing is to be claimed, of three calls."""
+    return milliseconds(call, setup.repeat_ms) if setup.device == "cuda" else statistics.median(once_ms(call) for _ in range(3))
+
+
+def once_ms(call: Callable[[], Any]) -> float:
+    """The time of one call, to its end on the device."""
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def kernels_ms(call: Callable[[], Any], times: int = 10) -> float:
@@ -207,19 +210,43 @@ def kernels_ms(call: Callable[[], Any], times: int = 10) -> float:
     return sum(e.device_time for e in seen.events() or () if e.device_type == DeviceType.CUDA) / times / 1e3
 
 
-def attempt(row: dict[str, Any], way: str, call: Callable[[], dict[str, Tensor]], exact: dict[str, Tensor], setup: Setup) -> None:
-    """Put a way's time, memory and error into the row, or why there are none: a peer that fails must not end the run."""
+def attempt(row: dict[str, Any], way: str, call: Callable[[], dict[str, Tensor]], exact: dict[str, Tensor]) -> bool:
+    """Run a way for the first time and put its error into the row, or why there is none: a peer that fails must not end the run. Whether it ran."""
     try:
         error = largest_error(call(), exact)
-        if way in ("attnfuse", "flex"):
-            row["error" if way == "attnfuse" else "error_flex"] = f"{error:.2e}"
-        row[f"{way}_ms"] = round(median_ms(call, setup), 4)
-        if setup.device == "cuda":
-            row[f"{way}_MiB"] = round(extra_memory(call), 1)
-            if way != "inductor" and row[f"{way}_ms"] < SLOW:
-                row[f"{way}_kernels_ms"] = round(kernels_ms(call), 4)
     except Exception as problem:
-        row["why"] = "; ".join(x for x in (row.get("why"), f"{way}: {reason(problem)}") if x)
+        note(row, way, problem)
+        return False
+    if way in ("attnfuse", "flex"):
+        row["error" if way == "attnfuse" else "error_flex"] = f"{error:.2e}"
+    return True
+
+
+def compare(row: dict[str, Any], calls: dict[str, Callable[[], Any]], setup: Setup) -> None:
+    """Put times and memory of ways that ran into the row. They are timed in turn, after all of them were compiled: a step that waits for the host is
+    as fast as the host is at the moment, which is slow while compilers are still about."""
+    times: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            if name in times and times[name] > SLOW:
+                continue
+            try:
+                times[name] = min(times.get(name, math.inf), median_ms(call, setup))
+            except Exception as problem:
+                note(row, name, problem)
+    for name, ms in times.items():
+        row[f"{name}_ms"] = round(ms, 4)
+        if setup.device == "cuda":
+            row[f"{name}_MiB"] = round(extra_memory(calls[name]), 1)
+            if name != "inductor" and ms < SLOW:
+                row[f"{name}_kernels_ms"] = round(kernels_ms(calls[name]), 4)
+
+
+def note(row: dict[str, Any], way: str, problem: Exception | str) -> None:
+    """Say in the row why a way has no time there."""
+    said = f"{way}: {problem if isinstance(problem, str) else reason(problem)}"
+    if said not in row.get("why", ""):
+        row["why"] = "; ".join(x for x in (row.get("why"), said) if x)
 
 
 def reason(problem: Exception) -> str:
@@ -235,14 +262,14 @@ def ways_of(variant: Variant, setup: Setup, inputs: dict[str, Tensor], row: dict
     try:
         mask = block_mask(variant, setup, inputs)
     except Exception as problem:
-        row["why"] = f"flex, its mask: {reason(problem)}"
+        note(row, "flex, its mask", problem)
         return ways
     try:                                               # compiled, as its users do; a failure leaves the measurements of attention
         make = torch.compile(create_block_mask) if setup.device == "cuda" else create_block_mask
         if mask is not None:
             row["flex_mask_ms"] = round(median_ms(lambda: block_mask(variant, setup, inputs, make), setup), 4)
     except Exception as problem:
-        row["why"] = f"flex, its mask's time: {reason(problem)}"
+        note(row, "flex, its mask's time", problem)
     modes = {"flex": None} | ({"flex_max": "max-autotune-no-cudagraphs"} if setup.max_autotune else {})
     for name, mode in modes.items():
         # On a CPU only its dense fallback has every feature, and that is not to be compiled.
@@ -267,13 +294,16 @@ def measure(variant: Variant, setup: Setup) -> list[dict[str, Any]]:
         leaves = {n: x.detach().requires_grad_(trains and n in wanted) for n, x in inputs.items()}
         with torch.set_grad_enabled(trains):
             exact = exactly(plain(variant, setup), leaves, wanted, grad_out if trains else None)
+            calls: dict[str, Callable[[], dict[str, Tensor]]] = {}
             for name, way in ways.items():
-                if name == "flex_max" and row.get("flex_ms", 0.0) > SLOW:
-                    row["why"] = f"flex_max: not asked for where the default takes over {SLOW} ms"
-                    continue
-                attempt(row, name, call_of(way, leaves, wanted, grad_out if trains else None), exact, setup)
+                call = call_of(way, leaves, wanted, grad_out if trains else None)
+                if name == "flex_max" and "flex" in calls and once_ms(calls["flex"]) > SLOW:
+                    note(row, name, f"not asked for where the default takes over {SLOW} ms")
+                elif attempt(row, name, call, exact):
+                    calls[name] = call
                 if name == "attnfuse":
                     note_refusal(row)
+            compare(row, calls, setup)
         rows.append(with_ratios(row))
         del exact
     return rows
@@ -291,7 +321,7 @@ def note_refusal(row: dict[str, Any]) -> None:
     """A row says where its attention was not fused."""
     report = attnfuse.last_report()
     if report is None or report.rewritten != 1 or report.failures:
-        row["why"] = "; ".join(x for x in (row.get("why"), "attnfuse: not rewritten") if x)
+        note(row, "attnfuse", "not rewritten")
 
 
 def with_ratios(row: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnfuse.program import DOT, Expr, add, apply, axis, const, le, load, mul, where
+from attnfuse.program import DOT, WEIGHT, Expr, add, apply, axis, const, le, load, mul, where
 from attnfuse.spec import Access, AttentionSpec, Operand
 
 B0, B1, I, J, D, E = (axis(n) for n in ("b0", "b1", "i", "j", "d", "e"))  # noqa: E741
@@ -16,6 +16,10 @@ S = mul(const(0.25), DOT)
 CAUSAL = le(J, I)
 FLOAT32_MIN = torch.finfo(torch.float32).min
 INF = math.inf
+MASK = (("mask", "bool", 2),)
+DROPOUT = mul(WEIGHT, Expr("keep", attr=(0, 0.4)))
+
+Tensors = list[torch.Tensor]
 
 
 def causal(score: Expr, fill: float = -INF) -> Expr:
@@ -65,3 +69,21 @@ def data(spec: AttentionSpec, sizes: Sequence[int], extra: Sequence[torch.Tensor
     dtype = getattr(torch, spec.operands[0].dtype)
     return [torch.randn(*batch, named["i"], named["d"], dtype=dtype), torch.randn(*shared, named["j"], named["d"], dtype=dtype),
             torch.randn(*shared, named["j"], named["e"], dtype=dtype), *extra]
+
+
+def mask() -> torch.Tensor:
+    """Which of nine keys two sequences may see; one of them both."""
+    found = torch.rand(2, 9) > 0.4
+    found[:, 4] = True
+    return found
+
+
+def attend(spec: AttentionSpec | str, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None = None) -> torch.Tensor:
+    """The operator's result."""
+    text = spec if isinstance(spec, str) else spec.to_json()
+    return torch.ops.attnfuse.attention(list(operands), list(sizes), seed, text)[0]
+
+
+def trainable(operands: Sequence[torch.Tensor]) -> Tensors:
+    """Copies, of which those of floats want gradients."""
+    return [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]

@@ -1,4 +1,4 @@
-"""The operators: what PyTorch demands of one, the compilers, and that the CPU's fused kernel means the same."""
+"""The operators: what PyTorch demands of one, and that the CPU's fused kernel means the same."""
 from __future__ import annotations
 
 import copy
@@ -10,36 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnfuse
 from attnfuse import cpu, ops, walker
-from attnfuse.program import DOT, WEIGHT, Expr, add, apply, const, le, load, mul, where
+from attnfuse.program import DOT, add, apply, const, le, load, mul, where
 from attnfuse.reference import reference
 from attnfuse.spec import AttentionSpec
-from tests.build import B1, CAUSAL, FLOAT32_MIN, I, INF, J, S, added, attention, causal, data, padding, random_seed, window
+from tests.build import (
+    B1, CAUSAL, DROPOUT, FLOAT32_MIN, I, INF, J, MASK, S, Tensors, added, attend, attention, causal, data, mask, padding, random_seed, trainable,
+    window)
 
-Tensors = list[torch.Tensor]
 SIZES = [2, 4, 9, 9, 8, 8]
-MASK = (("mask", "bool", 2),)
-DROPOUT = mul(WEIGHT, Expr("keep", attr=(0, 0.4)))
 SEED = torch.tensor([77])
-
-
-def attend(spec: AttentionSpec | str, operands: Sequence[torch.Tensor], sizes: Sequence[int], seed: torch.Tensor | None = None) -> torch.Tensor:
-    text = spec if isinstance(spec, str) else spec.to_json()
-    return torch.ops.attnfuse.attention(list(operands), list(sizes), seed, text)[0]
-
-
-def trainable(operands: Sequence[torch.Tensor]) -> Tensors:
-    return [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]
-
-
-def mask() -> torch.Tensor:
-    found = torch.rand(2, 9) > 0.4
-    found[:, 4] = True
-    return found
 
 
 PLAIN: dict[str, tuple[AttentionSpec, list[int], Callable[[], Tensors]]] = {
@@ -229,6 +213,15 @@ def test_autocast_does_not_reach_the_products() -> None:
             assert all(map(torch.equal, torch.autograd.grad(out.sum(), operands), grads))
 
 
+def test_gradients_are_ordinary_tensors() -> None:
+    spec = attention(where(window(3), S, const(-INF)))
+    operands = trainable(data(spec, SIZES))
+    attend(spec, operands, SIZES).sum().backward()
+    attend(spec, operands, SIZES).sum().backward()       # adds up
+    for t in operands:
+        assert t.grad is not None and torch.equal(copy.deepcopy(t.grad), t.grad) and t.grad.is_contiguous()
+
+
 def test_vmap_is_one_call_a_sample() -> None:
     random_seed()
     spec = attention(where(apply("and", CAUSAL, padding()), S, const(-INF)), MASK)
@@ -255,7 +248,6 @@ def test_flops() -> None:
 
 
 def test_fake_on_sizes_that_are_not_known() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     spec = attention(causal(S), out_order=(0, 2, 1, 3), dtype="float32")
@@ -265,135 +257,6 @@ def test_fake_on_sizes_that_are_not_known() -> None:
         operands = [torch.empty(2, 4, n, 8) for _ in range(3)]
         out, stats = torch.ops.attnfuse.attention(operands, [2, 4, n, n, 8, 8], None, spec.to_json())
         assert out.shape == (2, 4, n, 8) and out.stride(1) == 8 and stats.shape == (2, 4, n, 2)
-
-
-# ---- compilers
-
-BOTH = where(apply("and", CAUSAL, padding()), S, const(FLOAT32_MIN))
-DROPPING = attention(BOTH, MASK, dtype="float32", weight=DROPOUT, out_order=(0, 2, 1, 3)).to_json()
-FUSED = attention(causal(S), dtype="float32", out_order=(0, 2, 1, 3)).to_json()
-
-
-def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
-    """An attention as it stands in a rewritten graph, between other operations; with a mask it also drops weights."""
-    batch, heads, queries, depth = query.shape
-    sizes = [batch, heads, queries, key.shape[2], depth, depth]
-    if hidden is None:
-        out = attend(FUSED, [query * 2.0, key, value], sizes)
-    else:
-        out = attend(DROPPING, [query * 2.0, key, value, hidden], sizes, torch.randint(0, 2 ** 62, (1,)))
-    return out.transpose(1, 2).reshape(batch, queries, heads * depth) + 1.0
-
-
-def train(function: Callable[..., torch.Tensor], inputs: Tensors, *rest: torch.Tensor) -> Tensors:
-    """The result and the gradients, from a fixed random state."""
-    leaves = trainable(inputs)
-    torch.manual_seed(3)
-    out = function(*leaves, *rest)
-    out.square().sum().backward()
-    return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
-
-
-def inputs_of(length: int) -> Tensors:
-    return [torch.randn(2, 4, length, 8) for _ in range(3)]
-
-
-def same(got: Tensors, want: Tensors) -> None:
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(backend: str, dynamic: bool) -> None:
-    random_seed()
-    compiled = torch.compile(layer, backend=backend, dynamic=dynamic, fullgraph=True)
-    for length in (9, 13, 17):
-        inputs = inputs_of(length)
-        same(train(compiled, inputs), train(layer, inputs))
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(*inputs), layer(*inputs))
-    with torch.inference_mode():
-        inputs = inputs_of(13)
-        torch.testing.assert_close(compiled(*inputs), layer(*inputs))
-
-
-def test_inductor_calls_the_operators_without_autograd(seed: int) -> None:
-    """In forward and backward, with what eager computes."""
-    def attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keep = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril()
-        return (q @ k.mT).masked_fill(~keep, -math.inf).softmax(-1) @ v
-
-    model = attnfuse.optimize(attend_causally)
-    inputs = [t.double() for t in inputs_of(19)]
-    same(train(model, inputs), train(attend_causally, inputs))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        train(model, inputs)
-    assert {e.name for e in seen.events() if "attnfuse" in e.name} == {"attnfuse::attention_in_graph", "attnfuse::attention_backward_in_graph"}
-
-
-@pytest.mark.parametrize("name", ops.OPERATORS)
-def test_an_operator_without_autograd_is_the_same_otherwise(name: str) -> None:
-    known, other = getattr(torch.ops.attnfuse, name).default, getattr(torch.ops.attnfuse, name + ops.IN_GRAPH).default
-    assert str(other._schema) == str(known._schema).replace(f"attnfuse::{name}(", f"attnfuse::{name}{ops.IN_GRAPH}(") and other.tags == known.tags
-    assert not torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "Autograd")
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "CompositeExplicitAutograd")
-
-
-def test_a_length_that_is_marked_dynamic_is_not_compiled_again() -> None:
-    torch._dynamo.config.error_on_recompile, before = True, torch._dynamo.config.error_on_recompile
-    try:
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        for length in (9, 13, 65):
-            inputs = trainable(inputs_of(length))
-            for t in inputs:
-                torch._dynamo.mark_dynamic(t, 2)
-            same([compiled(*inputs).detach()], [layer(*inputs).detach()])
-    finally:
-        torch._dynamo.config.error_on_recompile = before
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_dropout_in_a_compiled_graph_follows_the_random_state(backend: str) -> None:
-    """And the backward pass drops what the forward pass dropped."""
-    random_seed()
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    inputs, hidden = inputs_of(9), mask()
-    first, again = train(compiled, inputs, hidden), train(compiled, inputs, hidden)
-    assert all(map(torch.equal, first, again))
-    torch.manual_seed(4)
-    assert not torch.equal(compiled(*inputs, hidden), first[0])
-    consistent(compiled, inputs, hidden)
-
-
-def consistent(function: Callable[..., torch.Tensor], inputs: Tensors, hidden: torch.Tensor) -> None:
-    """The result is linear in the value, so ⟨gradient, value⟩ = Σ result if backward saw the weights that forward saw."""
-    value = inputs[2].clone().requires_grad_()
-    out = function(inputs[0], inputs[1], value, hidden) - 1.0
-    out.sum().backward()
-    assert value.grad is not None
-    torch.testing.assert_close((value.grad * value).sum(), out.sum(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_checkpointing_keeps_the_dropout(backend: str | None, reentrant: bool) -> None:
-    random_seed()
-    function = lambda *args: checkpoint(layer, *args, use_reentrant=reentrant)
-    inputs, hidden = inputs_of(9), mask()
-    if backend is None:
-        same(train(function, inputs, hidden), train(layer, inputs, hidden))
-    consistent(torch.compile(function, backend=backend) if backend else function, inputs, hidden)
-
-
-def test_gradients_are_ordinary_tensors() -> None:
-    spec = attention(where(window(3), S, const(-INF)))
-    operands = trainable(data(spec, SIZES))
-    attend(spec, operands, SIZES).sum().backward()
-    attend(spec, operands, SIZES).sum().backward()       # adds up
-    for t in operands:
-        assert t.grad is not None and torch.equal(copy.deepcopy(t.grad), t.grad) and t.grad.is_contiguous()
 
 
 # ---- who computes

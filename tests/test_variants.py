@@ -157,11 +157,29 @@ def test_a_way_that_fails_is_a_reason_in_its_row() -> None:
 
     setup, exact = bench.Setup(1, 2, 4, 4, torch.float32, "cpu"), {"out": torch.ones(1, 2, 4, 4, dtype=torch.float64)}
     row: dict[str, Any] = {}
-    bench.attempt(row, "flex", fails, exact, setup)
-    bench.attempt(row, "attnfuse", lambda: {"out": torch.full((1, 2, 4, 4), 1.5)}, exact, setup)
+    works = lambda: {"out": torch.full((1, 2, 4, 4), 1.5)}
+    assert not bench.attempt(row, "flex", fails, exact) and bench.attempt(row, "attnfuse", works, exact)
+    bench.compare(row, {"attnfuse": works}, setup)
     assert row.pop("attnfuse_ms") >= 0
     assert row == {"why": "flex: NotImplementedError: not on this device", "error": "5.00e-01"}
+    bench.compare(row, {"flex": fails}, setup)         # in a later call, as for want of memory
+    assert row["why"] == "flex: NotImplementedError: not on this device" and "flex_ms" not in row
     assert bench.with_ratios({"attnfuse_ms": 2.0, "flex_ms": 3.0})["flex/attnfuse"] == 1.5
+
+
+def test_ways_are_timed_in_turn_and_the_least_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for slow ones, which have one turn."""
+    turns, took = [], {"attnfuse": iter((3.0, 1.0, 2.0)), "inductor": iter((5.0, 6.0, 4.0)), "flex": iter((900.0,))}
+
+    def median(call: Callable[[], str], setup: bench.Setup) -> float:
+        turns.append(call())
+        return next(took[turns[-1]])
+
+    monkeypatch.setattr(bench, "median_ms", median)
+    row: dict[str, Any] = {}
+    bench.compare(row, {name: lambda name=name: name for name in took}, bench.Setup(device="cpu"))
+    assert turns == ["attnfuse", "inductor", "flex", *["attnfuse", "inductor"] * 2]
+    assert row == {"attnfuse_ms": 1.0, "inductor_ms": 4.0, "flex_ms": 900.0}
 
 
 def test_a_row_says_where_nothing_was_fused(shown: Shown) -> None:
