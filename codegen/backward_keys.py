@@ -124,11 +124,11 @@ class Keys(Recomputed):
             name, length = self.programs.axis(one.name), self.programs.size(one.name)
             member = self.names.of(("member", one.name), f"member_{name}")
             if one.group is None:
-                out.append((f"for {member} in range(0, {length}):", f"{name} = tl.cast({member}, tl.int32)"))
+                out.append((self.loop(member, f"0, {length}"), f"{name} = tl.cast({member}, tl.int32)"))
             else:
                 first = f"{self.programs.axis(one.owner)} * {self.outer.scalar(one.group).within(6)}"
                 most = f"tl.minimum({self.outer.scalar(one.group).text}, {length} - {first})"
-                out.append((f"for {member} in range(0, {most}):", f"{name} = {first} + {member}"))
+                out.append((self.loop(member, f"0, {most}"), f"{name} = {first} + {member}"))
         return out
 
     def _load_keys(self, w: Writer) -> None:

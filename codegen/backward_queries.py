@@ -13,11 +13,6 @@ from .writer import Writer
 class Queries(Recomputed):
     """One emission of a kernel that owns tiles of queries, with forward's loops: of dQ and of captured reads by row."""
 
-    @property
-    def hoists(self) -> bool:
-        """Where a gradient for every score is stored: its addresses, made anew for every tile, would spill more than they do by lying there."""
-        return any(level(c.node) == "tile" for c in self.job.captured)
-
     def _load_query(self, query: Writer, bases: Writer) -> None:
         super()._load_query(query, bases)
         query.gap("load the gradient of the result, and what the rows are normalised by")
@@ -81,7 +76,7 @@ class Queries(Recomputed):
         if level(one.node) != "tile":
             return super()._add_captured(one, tile)
         self.arguments.pointer(f"{one.label}_ptr", one.label)
-        place = f"{one.label}_ptr + (first_row + offs_m)[:, None] * n_keys + offs_n[None, :]"
+        place = f"{one.label}_ptr + first_row * n_keys + (offs_m[:, None] * n_keys + offs_n[None, :])"
         return [f"tl.store({place}, {tile}, mask=m_mask[:, None] & (offs_n < n_keys)[None, :])"]
 
     def _epilogue(self, w: Writer) -> None:

@@ -133,21 +133,15 @@ class Emission:
                      "HEAD_DIM": plan.depth, "VALUE_DIM": plan.value_depth}
         return wrapped(self.name(), self.programs, body, constants)
 
-    @property
-    def hoists(self) -> bool:
-        """Whether the compiler may compute before every loop what does not change in it (`loop`)."""
-        return False
-
     def loop(self, variable: str, span: str, stages: int = 0) -> str:
         """The head of a loop over tiles; with `stages` one over few of them, with a pipeline of its own.
 
-        Nothing is computed before the loop because it does not change in it, where tiles come by descriptors and where they are few: the
-        products' own descriptors of tiles in shared memory do not change, nor do addresses, dozens of numbers of 64 bits that would lie in
-        registers all the time, and in local memory where those are full. Computed again they cost nothing that could be measured.
+        Nothing is computed before the loop because it does not change in it: the products' own descriptors of tiles in shared memory do not change,
+        nor do addresses, dozens of numbers of 64 bits that would lie in registers all the time, and in local memory where those are full. Computed
+        again they cost nothing that could be measured.
         """
-        stays = (stages or self.plan.described) and not self.hoists
-        options = [*([f"num_stages={stages}"] if stages else []), *(["disable_licm=True"] if stays else [])]
-        return f"for {variable} in {'tl.' if options else ''}range({', '.join([span, *options])}):"
+        own = f"num_stages={stages}, " if stages else ""
+        return f"for {variable} in tl.range({span}, {own}disable_licm=True):"
 
     # ---- places
 

@@ -26,7 +26,7 @@ from .emission import Kernel
 from .fallback import Steps
 from .forward import emit
 from .launcher import Launch, Together, contiguous, empty
-from .plan import KernelPlan, Request
+from .plan import KernelPlan, Request, tile_loads
 from .plan_forward import LARGEST_HEAD, candidates, choices
 from .reads import described, pairs, uneven
 from .space import class_of
@@ -166,8 +166,8 @@ def is_wide(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[s
         return True                     # the programs' own integers: a squared distance passes 31 bits at 46341 tokens
     if any(sum((n - 1) * s for n, s in zip(t.shape[-2:], t.stride()[-2:], strict=True)) >= limit for t in gradients):
         return True
-    if gradients and any(t.numel() >= limit for t in operands):
-        return True
+    if gradients and (any(t.numel() >= limit for t in operands) or tile_loads(spec) and sizes["i"] * sizes["j"] >= limit):
+        return True                     # a read of every score, whatever it is read from, may have a gradient for every score
     extents = [sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in operands]
     if all(x < limit for x in extents) and sizes["i"] * sizes["e"] * max(1, math.prod(sizes[b] for b in spec.batch)) < limit:
         return False

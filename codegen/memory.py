@@ -105,16 +105,19 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
         total += (tile.stages - (unit != "tcgen05" and not held.barriers)) * held.qk * scores      # what is read at an index that was read is staged too
     weights = _weights(kind, tile, held, unit, wide)
     if held.split:
-        passing = _split(kind, tile, wide, loose, weights)
+        passing = _split(kind, tile, wide, loose, weights, unit)
     else:
         passing = _passing(kind, loose, weights, wide)
+        if kind == "keys" and wide and unit == "wgmma" and held.qk == 4:
+            passing += max(moving.values())     # products of TF32 read the right operand along its columns only: q and do, turned
         if wide and unit == "tcgen05" and tile.stages > 1 and loose:
             passing = sum(loose.values()) * (4 if kind == "keys" else 3) // 2
     across = _across(kind, tile, held, wide, unit)
     if staged or kind == "keys" and wide and unit == "tcgen05":
         passing += across
     else:
-        passing = max(passing, across + (loose.get("k", 0) if held.stores and not held.split else 0))
+        beside = held.stores or held.indirect and kind == "queries" and wide and held.qk == 4       # keys wait while it crosses
+        passing = max(passing, across + (loose.get("k", 0) if beside and not held.split else 0))
     if held.barriers or wide and unit == "tcgen05":
         total += _BARRIERS
     return max(total + passing, epilogue if kind != "forward" or not wide else 0)
@@ -162,11 +165,11 @@ def _passing(kind: Sweep, loose: dict[str, int], weights: int, wide: bool) -> in
     return sum(loose.values()) + max(*loose.values(), weights)
 
 
-def _split(kind: Sweep, tile: Tile, wide: bool, loose: dict[str, int], weights: int) -> int:
+def _split(kind: Sweep, tile: Tile, wide: bool, loose: dict[str, int], weights: int, unit: Unit) -> int:
     """The same where operands are in parts."""
     widest = max(tile.block_d, tile.block_e)
     if wide:
-        return _PARTS * (tile.block_m * (tile.block_n + widest) if kind == "keys" else tile.block_n * widest)
+        return _PARTS * (tile.block_m * (widest + (0 if unit == "wgmma" else tile.block_n)) if kind == "keys" else tile.block_n * widest)
     return max(sum(loose.values()) if kind == "keys" else max(loose.values(), default=0), weights)
 
 
@@ -174,10 +177,11 @@ def _across(kind: Sweep, tile: Tile, held: Contents, wide: bool, unit: Unit) -> 
     """Bytes of the scores' own reads and results where they cross between the layout of a load or a store and that of a product."""
     scores = tile.block_m * tile.block_n
     if held.indirect:
-        return scores * (4 if kind == "forward" and wide and tile.warps == 4 and tile.block_n >= 64 else 8)
+        return scores * (4 if kind == "forward" and wide and tile.warps == 4 and tile.block_n >= 64 and held.qk < 4 else 8)
     if kind == "keys" and wide and unit == "tcgen05":
         return scores * held.narrow
-    return scores * (4 if held.reads and tile.stages == 1 and (unit in ("mma", "mfma") or kind == "tiles") else held.stores)
+    crosses = unit in ("mma", "mfma") or kind == "tiles" or unit == "wgmma" and held.qk == 4
+    return scores * (4 if held.reads and tile.stages == 1 and crosses else held.stores)
 
 
 def _amd(kind: Sweep, tile: Tile, held: Contents) -> int:

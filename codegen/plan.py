@@ -121,8 +121,7 @@ def within_map(spec: AttentionSpec, shapes: Sequence[Shape]) -> tuple[Shape, ...
     """The shapes with tiles no larger than those of a map, where the attention comes with one."""
     if spec.tiles is None:
         return tuple(shapes)
-    cut = ((min(m, TILE), min(n, TILE), warps, stages) for m, n, warps, stages in shapes)
-    return tuple(dict.fromkeys(s for s in cut if s[:2] != (64, 32)))        # which Hopper's table leaves out for its reasons
+    return tuple(s for s in shapes if max(s[:2]) <= TILE and s[:2] != (64, 32))     # which was not inspected under a map
 
 
 LEAST_WORK = 2 ** 30

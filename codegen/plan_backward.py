@@ -27,9 +27,10 @@ _THREE_BLOCKS = 168
 """Registers a thread with which three blocks of 128 threads share a processor's 65536."""
 
 
-def _table(spec: AttentionSpec, device: Device, kind: Kind) -> Table:
+def _table(spec: AttentionSpec, request: Request, device: Device, kind: Kind) -> Table:
     if any(t not in HALF for t in _dtypes(spec)):
-        return tables.BACKWARD_FLOAT32
+        own = tables.BACKWARD_FLOAT32_HOPPER if device.unit == "wgmma" and kind in ("keys", "queries", "weights") else {}
+        return own.get((request.precision, kind == "keys"), tables.BACKWARD_FLOAT32)
     if kind in ("tiles", "diagonals"):
         return tables.TILES_HOPPER if device.asynchronous else tables.TILES_AMPERE
     if device.asynchronous:
@@ -59,7 +60,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     """Every plan of a kernel that walks tiles with its predicted cost, the preferred one first; at least the smallest tile, whether it fits
     or not. `inspected` is as of `plan_forward.choices`."""
     work = work_for(spec, request, device, job)
-    table = _table(spec, device, job.kind)
+    table = _table(spec, request, device, job.kind)
     width = max(work.block_d, work.block_e)
     limit, row = tables.rows(table, width)
     shapes = list(row)
@@ -68,7 +69,10 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     shapes = list(within_map(spec, shapes))
     if job.kind == "diagonals":
         shapes = [s for s in shapes if s[0] == s[1]]
-    if gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
+    exact_on_hopper = table in tables.BACKWARD_FLOAT32_HOPPER.values()
+    if exact_on_hopper:
+        shapes = [s for s in shapes if _fills(job, s, request, device)] or shapes
+    elif gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
         shapes = shapes[1:]             # addresses that are read, and masks of the depth, fill registers
     listed = []
     if table is tables.TILES_HOPPER and job.kind == "tiles" and width in tables.TILES_TWICE and spec.tiles is None:
@@ -88,6 +92,12 @@ def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) ->
     kind: Sweep = "queries" if job.kind in ("rows", "weights") else "tiles" if job.kind == "diagonals" else job.kind
     stores = 4 * sum({"i", "j"} <= c.axes for c in job.captured) if kind == "queries" else 0
     return work_of(spec, request, kind, max(padded(request.depth), width), max(padded(request.value_depth), width), _dtypes(spec), stores)
+
+
+def _fills(job: Job, shape: Shape, request: Request, device: Device) -> bool:
+    """Whether tiles that are larger than 64 are worth it: there is more than one such tile's half, and enough of them for all processors."""
+    own, length = (shape[1], request.keys) if job.kind == "keys" else (shape[0], request.queries)
+    return own <= 64 or length > 64 and request.batch * math.ceil(length / own) >= device.processors
 
 
 def _is_padded(request: Request, work: Work) -> bool:
@@ -118,7 +128,8 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, work: Work, sha
     if job.kind == "diagonals" and device.unit == "wgmma":
         shared += 4 * block_m * block_n         # what was read at the scores may wait beside queries and keys for their product
     most = 0
-    if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and max(work.block_d, work.block_e) <= 64 and not _is_padded(request, work):
+    narrow = max(work.block_d, work.block_e) <= 64 and work.times == 1 and not _is_padded(request, work)
+    if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and narrow:
         most = _THREE_BLOCKS
         reasons = (*reasons, f"at most {most} registers a thread, so that a processor holds three blocks: drawing for dropout would leave two")
     return KernelPlan(block_m, block_n, work.block_d, work.block_e, request.depth, request.value_depth, warps, stages,

@@ -80,6 +80,8 @@ def work_for(spec: AttentionSpec, request: Request, device: Device) -> Work:
 
 def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
     if any(t not in HALF for t in products(spec)):
+        if device.unit == "wgmma":
+            return {"tf32": tables.TF32_HOPPER, "bf16x6": tables.SPLIT_HOPPER}.get(request.precision, tables.FLOAT32)
         return {"tf32": tables.TF32, "bf16x6": tables.SPLIT_NARROW if device.unit == "mma" else tables.SPLIT}.get(request.precision, tables.FLOAT32)
     return tables.HOPPER if device.asynchronous else tables.AMPERE
 

@@ -6,7 +6,8 @@ A row is (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …
   That of dK and dV spills at 256 and is the fastest all the same. Their machine code was
   inspected (tests/sass.py): there are no tiles of 32 keys beside 64 queries, no 32x64 for keys and no 64x32 for queries at 256,
   since products read wrong descriptors in them.
-* Ampere's and float32's were compiled without spilling, or with the few bytes that tests/test_compile_only.py tolerates, and not measured.
+* Hopper's of float32 were the fastest, or within a twentieth of it and without spills, of about a dozen measured at each head dimension: bench/NOTES.md.
+* Ampere's, and those of float32 elsewhere, were compiled without spilling, or with the few bytes that tests/test_compile_only.py tolerates, and not measured.
 """
 from __future__ import annotations
 
@@ -47,10 +48,20 @@ SPLIT: Table = (
 )
 SPLIT_NARROW: Table = (*SPLIT[:2], (256, ((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 4, 1))))
 """Where products read registers: 64x32 at 256 spills 12 KB a thread."""
+SPLIT_HOPPER: Table = (
+    (64, ((64, 32, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+)
 TF32: Table = (
     (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((32, 32, 8, 1), (16, 16, 4, 1))),
+)
+TF32_HOPPER: Table = (
+    (64, ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
 
 # ---- backward
@@ -79,7 +90,7 @@ QUERIES_AMPERE: Table = (
     (256, ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
 TILES_HOPPER: Table = (
-    (128, ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 1), *_SMALLEST)),
+    (128, ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 8, 2), (64, 64, 4, 1), *_SMALLEST)),
     (256, ((64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
 TILES_TWICE: dict[int, tuple[Shape, int]] = {128: ((128, 64, 8, 1), 128)}
@@ -93,6 +104,31 @@ BACKWARD_FLOAT32: Table = (
     (128, ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
     (256, ((16, 16, 8, 1), (16, 16, 4, 1))),
 )
+KEYS_SPLIT_HOPPER: Table = (
+    (64, ((32, 128, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), *_SMALLEST)),
+    (128, ((32, 128, 8, 1), (16, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+QUERIES_SPLIT_HOPPER: Table = (
+    (64, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), *_SMALLEST)),
+    (128, ((128, 32, 8, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((64, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+KEYS_TF32_HOPPER: Table = (
+    (64, ((64, 128, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), *_SMALLEST)),
+    (128, ((32, 128, 8, 1), (32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+QUERIES_TF32_HOPPER: Table = (
+    (64, ((128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
+    (128, ((128, 64, 8, 1), (128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((64, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+BACKWARD_FLOAT32_HOPPER: dict[tuple[str, bool], Table] = {
+    ("bf16x6", True): KEYS_SPLIT_HOPPER, ("bf16x6", False): QUERIES_SPLIT_HOPPER,
+    ("tf32", True): KEYS_TF32_HOPPER, ("tf32", False): QUERIES_TF32_HOPPER,
+}
+"""By how products are taken, and whether the kernel is that of the keys."""
 
 MEASURED = (HOPPER, KEYS_HOPPER, QUERIES_HOPPER)
 """Whose order is that of measurements, on Hopper."""

@@ -154,6 +154,18 @@ def test_wide_offsets(name: str, seed: int, monkeypatch: pytest.MonkeyPatch, til
     run(BY_NAME[name], Shape(queries=50), torch.float16, seed)
 
 
+def test_offsets_of_a_gradient_for_every_score_may_be_wide() -> None:
+    """Though what the scores read is a short table, and nothing else is long."""
+    def wide(name: str, length: int) -> bool:
+        spec = BY_NAME[name].spec("float16")
+        rows = torch.empty(1, 1, length, 64, dtype=torch.float16, device="meta")
+        operands = [rows] * 3 + [torch.empty(2 * length, dtype=torch.float16, device="meta")] * (len(spec.operands) - 3)
+        named = dict(zip(spec.size_names, (1, 1, length, length, 64, 64), strict=True))
+        return launch_backward.request_for(spec, (rows, rows), operands, named, known("cuda", 90)).wide
+
+    assert [wide("wrapping_index", n) for n in (40000, 50000)] == [False, True] and not wide("plain", 50000)
+
+
 @interpreted
 @pytest.mark.parametrize("needs", [(n & 1 > 0, n & 2 > 0, n & 4 > 0) for n in range(8)], ids=str)
 @pytest.mark.parametrize("name", ("causal_padding_min", "grouped", "dropout"))

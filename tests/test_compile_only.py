@@ -43,7 +43,7 @@ def check(name: str, dtype: str, depth: int, target: offline.Target, queries: in
     assert report.shared <= limit and report.plan.shared <= limit
     # Where a read's index was read the compiler may take fewer bytes for it, by rules that were not found.
     assert near(report, upwards=name == "gathered"), (report.shared, report.plan)
-    assert (report.spills or 0) <= tolerated(name, dtype, depth), report
+    assert (report.spills or 0) <= tolerated(name, dtype, depth, target), report
     if target == ("cuda", 90):
         assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
 
@@ -54,14 +54,13 @@ def near(report: offline.Compiled, upwards: bool = False) -> bool:
     return distance >= -max(0.1 * report.shared, 2048) and (upwards or distance <= max(0.1 * report.shared, 2048))
 
 
-def tolerated(name: str, dtype: str, depth: int) -> int:
+def tolerated(name: str, dtype: str, depth: int, target: offline.Target) -> int:
     """Bytes a thread that may lie in local memory: two registers' worth, which no loop feels, and what was measured to pay.
 
-    At 256 the sums alone fill the registers, and the parts that float32 operands are split into fill them always;
-    the tiles that avoid it were slower.
+    At 256 the sums alone fill the registers, and so do the parts that float32 operands are split into; the tiles that avoid it were slower.
     """
     if dtype == "float32":
-        return 4096
+        return 64 if target == ("cuda", 90) and triton.__version__.startswith("3.6.") and depth <= 128 else 4096
     return 256 if depth > 128 or name == "gathered" else 96 if name == "dropout" or depth == 40 else 16
 
 
@@ -166,10 +165,12 @@ QUERIES, KEYS_VALUES = Job("queries", query=True), Job("keys", key=True, value=T
 
 def tolerated_backward(name: str, dtype: str, depth: int, target: offline.Target) -> int:
     """Bytes a thread that may lie in local memory. On Hopper next to nothing up to 128, by Triton 3.6; at 256 what computes the most keeps its tile,
-    because half the tile took a sixth longer. Elsewhere nothing was measured."""
+    because half the tile took a sixth longer, and of float32 sums and parts fill the registers in the fastest shapes from 128 on. Elsewhere nothing
+    was measured."""
+    measured = target == ("cuda", 90) and triton.__version__.startswith("3.6.")
     if dtype == "float32":
-        return 4096
-    if target == ("cuda", 90) and triton.__version__.startswith("3.6.") and name != "bias":        # whose gradient is stored for every score
+        return 4096 if not measured else 128 if depth <= 64 else 1024
+    if measured:
         return 128 if depth > 128 else 8
     return 1152 if depth > 128 else 320 if depth > 64 else 128 if depth == 40 else 64
 
@@ -191,7 +192,8 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
 
 @pytest.mark.parametrize("name, dtype, depth, value_depth, target", [
     ("causal_inf", "bfloat16", 128, 128, ("cuda", 90)), ("causal_padding_min", "bfloat16", 64, 64, ("cuda", 90)),
-    ("plain", "bfloat16", 32, 16, ("cuda", 90)), ("grouped", "float16", 64, 64, ("cuda", 80)), ("causal_padding_min", "float16", 128, 128, ("cuda", 80)),
+    ("plain", "bfloat16", 32, 16, ("cuda", 90)), ("grouped", "float16", 64, 64, ("cuda", 80)), ("bias", "bfloat16", 128, 128, ("cuda", 90)),
+    ("causal_inf", "float32", 64, 64, ("cuda", 90)), ("causal_padding_min", "float16", 128, 128, ("cuda", 80)),
 ])
 def test_backward_resources(name: str, dtype: str, depth: int, value_depth: int, target: offline.Target) -> None:
     check_backward(name, dtype, depth, target, value_depth)
@@ -225,18 +227,23 @@ def test_delta_is_read_late_where_registers_are_scarce(monkeypatch: pytest.Monke
         assert spills_of("dropout", 128, KEYS_VALUES) >= 48
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="Triton 3.9 spills next to nothing either way")
-def test_where_a_gradient_is_stored_for_every_score_addresses_are_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    storing = next(j for j in jobs_of("bias") if j.kind == "queries")
-    assert storing.captured and spills_of("bias", 64, storing) <= 128
-    monkeypatch.setattr(backward_queries.Queries, "hoists", False)
+def test_where_a_gradient_is_stored_for_every_score_the_rows_offset_is_one_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Added to every row's own offset it would make 64 bits of each."""
+    storing = {depth: next(j for j in jobs_of("bias", depth) if j.kind == "queries") for depth in (64, 128, 256)}
+    assert all(j.captured and spills_of("bias", depth, j) <= 16 for depth, j in storing.items())
+    text = backward_text("bias", storing[128], depth=128)
+    assert text.count("bias_ptr + first_row * n_keys + (offs_m[:, None] * n_keys + offs_n[None, :])") == 2
+    original = backward_queries.Queries._add_captured
+    monkeypatch.setattr(backward_queries.Queries, "_add_captured", lambda self, one, tile: [line.replace(
+        "first_row * n_keys + (offs_m[:, None] * n_keys + offs_n[None, :])", "(first_row + offs_m)[:, None] * n_keys + offs_n[None, :]")
+        for line in original(self, one, tile)])
     with emitted_again(tmp_path / "again"):
-        assert spills_of("bias", 64, storing) >= 200
+        assert spills_of("bias", 128, storing[128]) >= 40
 
 
-def jobs_of(name: str) -> tuple[Job, ...]:
+def jobs_of(name: str, depth: int = 64) -> tuple[Job, ...]:
     """The backward kernels of an attention all of whose floats need a gradient."""
-    operands, sizes = meta(BY_NAME[name], "bfloat16", 64)
+    operands, sizes = meta(BY_NAME[name], "bfloat16", depth)
     spec = BY_NAME[name].spec("bfloat16")
     return task(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), [t.is_floating_point() for t in operands]).jobs
 
@@ -298,7 +305,7 @@ def check_weights(name: str, dtype: str, depth: int, target: offline.Target) -> 
     limit = known(*target).shared
     assert report.shared <= limit and report.plan.shared <= limit
     assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
-    assert (report.spills or 0) <= tolerated(name, dtype, depth), report
+    assert (report.spills or 0) <= tolerated(name, dtype, depth, target), report
     if target == ("cuda", 90):
         assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
 

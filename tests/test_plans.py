@@ -163,6 +163,41 @@ def test_few_programs_get_smaller_tiles() -> None:
     assert few.block_m * few.block_n <= many.block_m * many.block_n
 
 
+# (kernel, head dimension, how products are taken) → the shape that was the fastest on an H200, or within 12 % of it without spills: bench/NOTES.md
+EXACT: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
+    ("forward", 64, "bf16x6"): (64, 32, 4, 1), ("keys", 64, "bf16x6"): (32, 128, 8, 1), ("queries", 64, "bf16x6"): (128, 64, 8, 1),
+    ("forward", 128, "bf16x6"): (128, 64, 8, 1), ("keys", 128, "bf16x6"): (32, 128, 8, 1), ("queries", 128, "bf16x6"): (128, 32, 8, 1),
+    ("forward", 256, "bf16x6"): (64, 32, 4, 1), ("keys", 256, "bf16x6"): (32, 16, 8, 1), ("queries", 256, "bf16x6"): (64, 16, 4, 1),
+    ("forward", 64, "tf32"): (128, 64, 4, 1), ("keys", 64, "tf32"): (64, 128, 8, 1), ("queries", 64, "tf32"): (128, 32, 4, 2),
+    ("forward", 128, "tf32"): (128, 32, 8, 3), ("keys", 128, "tf32"): (32, 128, 8, 1), ("queries", 128, "tf32"): (128, 64, 8, 1),
+    ("forward", 256, "tf32"): (128, 32, 8, 1), ("keys", 256, "tf32"): (32, 32, 8, 1), ("queries", 256, "tf32"): (64, 16, 4, 1),
+}
+
+
+def exact(kind: str, width: int, precision: str, name: str = "h200", tokens: int = 4096, heads: int = 64, case: str = "causal_inf") -> KernelPlan:
+    """The first plan of a kernel of float32 operands."""
+    job, card, spec = JOBS[kind], device(name), BY_NAME[case].spec("float32")
+    request = replace(predict.assumed(*half(tokens=tokens, heads=heads, head_dim=width), card), precision=precision, value_depth=width)
+    return (plan_backward.candidates(spec, request, card, job) if job else plan_forward.candidates(spec, request, card))[0]
+
+
+@pytest.mark.parametrize("kind, width, precision", EXACT, ids=str)
+def test_float32_on_hopper_has_shapes_of_its_own(kind: str, width: int, precision: str) -> None:
+    assert exact(kind, width, precision).shape == EXACT[kind, width, precision]
+    elsewhere = exact(kind, width, precision, "a100")
+    assert max(elsewhere.block_m, elsewhere.block_n) <= 64
+
+
+@pytest.mark.parametrize("precision", ("bf16x6", "tf32"))
+@pytest.mark.parametrize("kind", ("keys", "queries"))
+def test_large_tiles_of_float32_want_enough_work(kind: str, precision: str) -> None:
+    """Fewer programs than processors, or lengths of which most of a tile would be empty, take tiles of 64; so do maps, whose tiles are no larger."""
+    own = lambda **call: (lambda p: p.block_n if kind == "keys" else p.block_m)(exact(kind, 64, precision, **call))
+    assert own() == own(tokens=128, heads=132) == 128
+    assert own(tokens=128, heads=131) <= 64 and own(tokens=64, heads=4096) <= 64
+    assert own(case="gathered") == 128                          # halves leave out their first shape there, these do not spill
+
+
 def test_flash_attentions_tile_is_a_special_case() -> None:
     """B_c = ⌈M/4d⌉, B_r = min(B_c, d): with one buffer of K and V and nothing of P it is what fills no more than M."""
     for width, memory in itertools.product((32, 64, 128), (48, 99, 163)):
