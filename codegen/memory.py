@@ -210,6 +210,9 @@ def _tiles(tile: Tile, held: Contents, unit: Unit) -> int:
         return (tile.stages if wide else tile.stages - 1) * (q + k + v + do) + (tile.stages - 1) * own + _across("tiles", tile, held, wide, unit) + _BARRIERS
     if unit == "mfma" or held.split and not wide:
         return max(q, k, v, do, _across("tiles", tile, held, wide, unit))
-    both = max(q + k, v + do, q + do if wide and not held.barriers else 0) * (_PARTS if held.split else 4) // 4
+    if wide and unit == "wgmma" and held.qk == 4:
+        both = max(q, do, max(k, v) * _PARTS // 4) if held.split else max(q + k, v + do)
+    else:
+        both = max(q + k, v + do, q + do if wide and not held.barriers else 0) * (_PARTS if held.split else 4) // 4
     kept = m * n * held.boxed_wide if held.barriers else 0      # fetched once for all attentions, and not yet narrow enough for registers
     return max(both + kept, _across("tiles", tile, held, wide, unit)) + (_BARRIERS if wide else 0)

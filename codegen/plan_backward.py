@@ -29,8 +29,8 @@ _THREE_BLOCKS = 168
 
 def _table(spec: AttentionSpec, request: Request, device: Device, kind: Kind) -> Table:
     if any(t not in HALF for t in _dtypes(spec)):
-        own = tables.BACKWARD_FLOAT32_HOPPER if device.unit == "wgmma" and kind in ("keys", "queries", "weights") else {}
-        return own.get((request.precision, kind == "keys"), tables.BACKWARD_FLOAT32)
+        own = tables.BACKWARD_FLOAT32_HOPPER if device.unit == "wgmma" else {}
+        return own.get((request.precision, "queries" if kind == "weights" else kind), tables.BACKWARD_FLOAT32)
     if kind in ("tiles", "diagonals"):
         return tables.TILES_HOPPER if device.asynchronous else tables.TILES_AMPERE
     if device.asynchronous:
@@ -97,7 +97,8 @@ def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) ->
 def _fills(job: Job, shape: Shape, request: Request, device: Device) -> bool:
     """Whether tiles that are larger than 64 are worth it: there is more than one such tile's half, and enough of them for all processors."""
     own, length = (shape[1], request.keys) if job.kind == "keys" else (shape[0], request.queries)
-    return own <= 64 or length > 64 and request.batch * math.ceil(length / own) >= device.processors
+    programs = request.batch * math.ceil(length / own) if job.kind != "tiles" else device.processors      # of scores there are more
+    return own <= 64 or length > 64 and programs >= device.processors
 
 
 def _is_padded(request: Request, work: Work) -> bool:

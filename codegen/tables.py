@@ -124,11 +124,17 @@ QUERIES_TF32_HOPPER: Table = (
     (128, ((128, 64, 8, 1), (128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
     (256, ((64, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
 )
-BACKWARD_FLOAT32_HOPPER: dict[tuple[str, bool], Table] = {
-    ("bf16x6", True): KEYS_SPLIT_HOPPER, ("bf16x6", False): QUERIES_SPLIT_HOPPER,
-    ("tf32", True): KEYS_TF32_HOPPER, ("tf32", False): QUERIES_TF32_HOPPER,
+TILES_FLOAT32_HOPPER: Table = (
+    (64, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), *_SMALLEST)),
+    (128, ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((128, 32, 8, 1), (64, 32, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+BACKWARD_FLOAT32_HOPPER: dict[tuple[str, str], Table] = {
+    ("bf16x6", "keys"): KEYS_SPLIT_HOPPER, ("tf32", "keys"): KEYS_TF32_HOPPER,
+    ("bf16x6", "queries"): QUERIES_SPLIT_HOPPER, ("tf32", "queries"): QUERIES_TF32_HOPPER,
+    ("bf16x6", "tiles"): TILES_FLOAT32_HOPPER, ("tf32", "tiles"): TILES_FLOAT32_HOPPER,
 }
-"""By how products are taken, and whether the kernel is that of the keys."""
+"""By how products are taken, and the kind of the kernel."""
 
 MEASURED = (HOPPER, KEYS_HOPPER, QUERIES_HOPPER)
 """Whose order is that of measurements, on Hopper."""
