@@ -53,7 +53,7 @@ def variants(folder: Path = RESULTS) -> None:
             found = [(n + (k - (len(peers) - 1) / 2) * 0.8 / len(peers), float(r[f"{name}/attnfuse"])) for n, r in enumerate(own) if r.get(f"{name}/attnfuse")]
             axes.bar([p for p, _ in found], [r - 1.0 for _, r in found], 0.76 / len(peers), bottom=1.0, label=label, linewidth=0)
             for x, y in found:
-                axes.text(x, y * (1.05 if y > 1 else 0.95), f"{y:.2g}" if y < 100 else f"{y:.0f}", ha="center", va="bottom" if y > 1 else "top", fontsize=6)
+                axes.text(x, y * (1.05 if y > 1 else 0.95), f"{y:.2f}" if y < 2 else f"{y:.2g}" if y < 100 else f"{y:.0f}", ha="center", va="bottom" if y > 1 else "top", fontsize=6)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_yscale("log")
         low, high = axes.get_ylim()
