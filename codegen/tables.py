@@ -6,7 +6,7 @@ A row is (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …
   That of dK and dV spills at 256 and is the fastest all the same. Their machine code was
   inspected (tests/sass.py): there are no tiles of 32 keys beside 64 queries, no 32x64 for keys and no 64x32 for queries at 256,
   since products read wrong descriptors in them.
-* Hopper's of float32 were the fastest, or within a twentieth of it and without spills, of about a dozen measured at each head dimension: bench/NOTES.md.
+* Hopper's of float32 were the fastest, or within 12 % of it and without spills, of about a dozen measured at each head dimension: bench/NOTES.md.
 * Ampere's, and those of float32 elsewhere, were compiled without spilling, or with the few bytes that tests/test_compile_only.py tolerates, and not measured.
 """
 from __future__ import annotations
