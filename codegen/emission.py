@@ -1,6 +1,7 @@
 """What every emitter does: names and arguments, tensors read at affine places, the frame of a generated function."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -94,6 +95,15 @@ def wrapped(name: str, programs: Programs, body: Writer, constants: Mapping[str,
     return Kernel(name, out.text(), pointers, integers, used)
 
 
+@functools.cache
+def _keeps_operands_inside() -> bool:
+    """Whether Triton leaves in a loop that is not to hoist also what its products take of tiles that are kept: 3.8 and before do not, 3.9 does."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (3, 9)
+
+
 class Emission:
     """One emission of one kernel. `programs` collects arguments and hoisted lines while the loop bodies are written, so those come first.
 
@@ -138,10 +148,12 @@ class Emission:
 
         Nothing is computed before the loop because it does not change in it: the products' own descriptors of tiles in shared memory do not change,
         nor do addresses, dozens of numbers of 64 bits that would lie in registers all the time, and in local memory where those are full. Computed
-        again they cost nothing that could be measured.
+        again they cost nothing that could be measured. From Triton 3.9 on that holds for what products take of the tiles that are kept, too: parts of float32,
+        or registers filled from shared memory, which is to happen once where tiles come by pointers and are many.
         """
-        own = f"num_stages={stages}, " if stages else ""
-        return f"for {variable} in tl.range({span}, {own}disable_licm=True):"
+        stays = bool(stages or self.plan.described) or not _keeps_operands_inside()
+        options = [*([f"num_stages={stages}"] if stages else []), *(["disable_licm=True"] if stays else [])]
+        return f"for {variable} in tl.range({', '.join([span, *options])}):"
 
     # ---- places
 

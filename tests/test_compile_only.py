@@ -216,6 +216,16 @@ def test_what_does_not_change_in_a_loop_stays_in_it(monkeypatch: pytest.MonkeyPa
         assert spills_of("causal_inf", 256, KEYS_VALUES) >= 128
 
 
+@pytest.mark.parametrize("inside", (False, True))
+def test_loops_over_tiles_by_pointers_hoist_where_operands_would_stay_inside(inside: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As by Triton 3.9; those over tiles by descriptors and over few tiles never do."""
+    monkeypatch.setattr(emission, "_keeps_operands_inside", lambda: inside)
+    with emitted_again(tmp_path / "again"):
+        for dtype, hoists in (("float32", inside), ("bfloat16", False)):            # which come by pointers, and by descriptors
+            heads = [line for line in backward_text("causal_inf", QUERIES, dtype).splitlines() if "in tl.range(" in line]
+            assert ["disable_licm=True" not in line for line in heads] == [hoists, False], dtype
+
+
 def test_delta_is_read_late_where_registers_are_scarce(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, late in (("causal_inf", False), ("alibi_causal", False), ("dropout", True), ("softcap_causal", True), ("grouped", True)):
         full = loops(backward_text(name, KEYS_VALUES, depth=128))[-2]
@@ -238,7 +248,7 @@ def test_where_a_gradient_is_stored_for_every_score_the_rows_offset_is_one_numbe
         "first_row * n_keys + (offs_m[:, None] * n_keys + offs_n[None, :])", "(first_row + offs_m)[:, None] * n_keys + offs_n[None, :]")
         for line in original(self, one, tile)])
     with emitted_again(tmp_path / "again"):
-        assert spills_of("bias", 128, storing[128]) >= 40
+        assert spills_of("bias", 128, storing[128]) >= (40 if triton.__version__.startswith("3.6.") else 8)
 
 
 def jobs_of(name: str, depth: int = 64) -> tuple[Job, ...]:
