@@ -42,7 +42,7 @@ def shorten() -> None:
 def _shorter(dispatched: Callable[..., Any], computes: Callable[..., Any]) -> Callable[..., Any]:
     """An operator that is dispatched only where that makes a difference."""
     def call(*args: Any, **named: Any) -> Any:
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if type(first) is list and first:
             first = first[0]
         if (type(first) not in _ORDINARY or named or profiler._is_profiler_enabled or _len_torch_dispatch_stack()
