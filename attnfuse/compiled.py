@@ -43,8 +43,8 @@ def _shorter(dispatched: Callable[..., Any], computes: Callable[..., Any]) -> Ca
     """An operator that is dispatched only where that makes a difference."""
     def call(*args: Any, **named: Any) -> Any:
         first: Any = args[0] if args else None
-        if type(first) is list and first:
-            first = first[0]
+        if isinstance(first, list):
+            first = first[0] if first else None
         if (type(first) not in _ORDINARY or named or profiler._is_profiler_enabled or _len_torch_dispatch_stack()
                 or is_functorch_wrapped_tensor(first) or first.is_meta):
             return dispatched(*args, **named)
