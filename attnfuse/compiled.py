@@ -31,8 +31,7 @@ log = logging.getLogger("attnfuse")
 def shorten() -> None:
     """Let the operators of graphs call what computes them without the dispatcher; with it where the first tensor is of a type of its own
     (fake ones are) or wrapped by a transform, inside a dispatch mode, and while a profiler records, which sees the operator by its name."""
-    for name, (computes, _) in OPERATORS.items():
-        op = getattr(torch.ops.attnfuse, name + IN_GRAPH).default
+    for op, (computes, _) in zip(IN_GRAPHS.values(), OPERATORS.values(), strict=True):
         if callable(getattr(op, "_op", None)):
             op._op = _shorter(op._op, computes)
         else:                               # another PyTorch: nothing is lost but the time

@@ -211,15 +211,13 @@ def kernels_ms(call: Callable[[], Any], times: int = 10) -> float:
 
 
 def attempt(row: dict[str, Any], way: str, call: Callable[[], dict[str, Tensor]], exact: dict[str, Tensor]) -> bool:
-    """Run a way for the first time and put its error into the row, or why there is none: a peer that fails must not end the run. Whether it ran."""
-    try:
+    """Run a way for the first time and put its error into the row, or why there is none. Whether it ran."""
+    with forgiving(row, way):
         error = largest_error(call(), exact)
-    except Exception as problem:
-        note(row, way, problem)
-        return False
-    if way in ("attnfuse", "flex"):
-        row["error" if way == "attnfuse" else "error_flex"] = f"{error:.2e}"
-    return True
+        if way in ("attnfuse", "flex"):
+            row["error" if way == "attnfuse" else "error_flex"] = f"{error:.2e}"
+        return True
+    return False
 
 
 def compare(row: dict[str, Any], calls: dict[str, Callable[[], Any]], setup: Setup) -> None:
@@ -228,23 +226,30 @@ def compare(row: dict[str, Any], calls: dict[str, Callable[[], Any]], setup: Set
     times: dict[str, float] = {}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            if name in times and times[name] > SLOW:
-                continue
-            try:
-                times[name] = min(times.get(name, math.inf), median_ms(call, setup))
-            except Exception as problem:
-                note(row, name, problem)
+            if times.get(name, 0.0) <= SLOW:
+                with forgiving(row, name):
+                    times[name] = min(times.get(name, math.inf), median_ms(call, setup))
     for name, ms in times.items():
         row[f"{name}_ms"] = round(ms, 4)
         if setup.device == "cuda":
-            row[f"{name}_MiB"] = round(extra_memory(calls[name]), 1)
-            if name != "inductor" and ms < SLOW:
-                row[f"{name}_kernels_ms"] = round(kernels_ms(calls[name]), 4)
+            with forgiving(row, name):
+                row[f"{name}_MiB"] = round(extra_memory(calls[name]), 1)
+                if name != "inductor" and ms < SLOW:
+                    row[f"{name}_kernels_ms"] = round(kernels_ms(calls[name]), 4)
 
 
-def note(row: dict[str, Any], way: str, problem: Exception | str) -> None:
-    """Say in the row why a way has no time there."""
-    said = f"{way}: {problem if isinstance(problem, str) else reason(problem)}"
+@contextlib.contextmanager
+def forgiving(row: dict[str, Any], way: str) -> Iterator[None]:
+    """What fails inside is said in the row: a peer that fails must not end the run."""
+    try:
+        yield
+    except Exception as problem:
+        note(row, way, reason(problem))
+
+
+def note(row: dict[str, Any], way: str, why: str) -> None:
+    """Say in the row why something of a way is not there."""
+    said = f"{way}: {why}"
     if said not in row.get("why", ""):
         row["why"] = "; ".join(x for x in (row.get("why"), said) if x)
 
@@ -262,14 +267,12 @@ def ways_of(variant: Variant, setup: Setup, inputs: dict[str, Tensor], row: dict
     try:
         mask = block_mask(variant, setup, inputs)
     except Exception as problem:
-        note(row, "flex, its mask", problem)
+        note(row, "flex, its mask", reason(problem))
         return ways
-    try:                                               # compiled, as its users do; a failure leaves the measurements of attention
+    with forgiving(row, "flex, its mask's time"):      # compiled, as its users do; a failure leaves the measurements of attention
         make = torch.compile(create_block_mask) if setup.device == "cuda" else create_block_mask
         if mask is not None:
             row["flex_mask_ms"] = round(median_ms(lambda: block_mask(variant, setup, inputs, make), setup), 4)
-    except Exception as problem:
-        note(row, "flex, its mask's time", problem)
     modes = {"flex": None} | ({"flex_max": "max-autotune-no-cudagraphs"} if setup.max_autotune else {})
     for name, mode in modes.items():
         # On a CPU only its dense fallback has every feature, and that is not to be compiled.
@@ -297,10 +300,11 @@ def measure(variant: Variant, setup: Setup) -> list[dict[str, Any]]:
             calls: dict[str, Callable[[], dict[str, Tensor]]] = {}
             for name, way in ways.items():
                 call = call_of(way, leaves, wanted, grad_out if trains else None)
-                if name == "flex_max" and "flex" in calls and once_ms(calls["flex"]) > SLOW:
-                    note(row, name, f"not asked for where the default takes over {SLOW} ms")
-                elif attempt(row, name, call, exact):
-                    calls[name] = call
+                with forgiving(row, name):
+                    if name == "flex_max" and "flex" in calls and once_ms(calls["flex"]) > SLOW:
+                        note(row, name, f"not asked for where the default takes over {SLOW} ms")
+                    elif attempt(row, name, call, exact):
+                        calls[name] = call
                 if name == "attnfuse":
                     note_refusal(row)
             compare(row, calls, setup)

@@ -88,6 +88,7 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
         return _amd(kind, tile, held)
     own = tile.block_n if kind == "keys" else tile.block_m
     wide = unit != "mma" and own >= 64          # products that read shared memory
+    whole = wide and unit == "wgmma" and held.qk == 4 and not held.split       # of float32 as it is, in TF32
     kept, moving, epilogue = _parts(kind, tile, held)
     if held.split and unit == "tcgen05" and wide:
         kept = 0
@@ -108,16 +109,16 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
         passing = _split(kind, tile, wide, loose, weights, unit)
     else:
         passing = _passing(kind, loose, weights, wide)
-        if kind == "keys" and wide and unit == "wgmma" and held.qk == 4:
-            passing += max(moving.values())     # products of TF32 read the right operand along its columns only: q and do, turned
+        if kind == "keys" and whole:
+            passing += max(moving.values())     # they read the right operand along its columns only: q and do, turned
         if wide and unit == "tcgen05" and tile.stages > 1 and loose:
             passing = sum(loose.values()) * (4 if kind == "keys" else 3) // 2
     across = _across(kind, tile, held, wide, unit)
     if staged or kind == "keys" and wide and unit == "tcgen05":
         passing += across
     else:
-        beside = held.stores or held.indirect and kind == "queries" and wide and held.qk == 4       # keys wait while it crosses
-        passing = max(passing, across + (loose.get("k", 0) if beside and not held.split else 0))
+        beside = held.stores and not held.split or held.indirect and kind == "queries" and whole     # keys wait while it crosses
+        passing = max(passing, across + (loose.get("k", 0) if beside else 0))
     if held.barriers or wide and unit == "tcgen05":
         total += _BARRIERS
     return max(total + passing, epilogue if kind != "forward" or not wide else 0)

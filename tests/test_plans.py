@@ -17,14 +17,14 @@ from attnfuse.codegen.devices import device
 from attnfuse.codegen.emission import start_order
 from attnfuse.codegen.jobs import Job
 from attnfuse.codegen.memory import Contents, forward
-from attnfuse.codegen.plan import KernelPlan
+from attnfuse.codegen.plan import KernelPlan, Request
 from attnfuse.codegen.space import Choice
 from attnfuse.codegen.tiles import DEVICES, KIB, SMALLEST, Device, Tile
 from attnfuse.planning import Shape, spec_of
 from attnfuse.program import Expr, add, apply, const, load
 from attnfuse.reference import reference
 from attnfuse.roofline import flash_blocks
-from attnfuse.spec import Operand
+from attnfuse.spec import AttentionSpec, Operand
 from attnfuse.tilemap import TILE
 from attnfuse.walker import backward as walked_backward, forward as walked
 from tests import specs
@@ -51,8 +51,13 @@ SPILLING = {("keys", 256, True), ("keys", 256, False)}
 
 def choices(kind: str, width: int, causal: bool) -> tuple[Choice, ...]:
     shape = Shape(width, 4096, heads=2048 // width, batch=4, causal=causal)
-    spec, card, job = spec_of(shape, "bfloat16"), device("h200"), JOBS[kind]
-    request = predict.assumed(spec, shape.sizes, card)
+    spec, card = spec_of(shape, "bfloat16"), device("h200")
+    return offered(kind, spec, predict.assumed(spec, shape.sizes, card), card)
+
+
+def offered(kind: str, spec: AttentionSpec, request: Request, card: Device) -> tuple[Choice, ...]:
+    """What the planner of a kernel offers."""
+    job = JOBS[kind]
     return plan_backward.choices(spec, request, card, job) if job else plan_forward.choices(spec, request, card)
 
 
@@ -177,9 +182,9 @@ EXACT: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
 
 def exact(kind: str, width: int, precision: str, name: str = "h200", tokens: int = 4096, heads: int = 64, case: str = "causal_inf") -> KernelPlan:
     """The first plan of a kernel of float32 operands."""
-    job, card, spec = JOBS[kind], device(name), BY_NAME[case].spec("float32")
+    card = device(name)
     request = replace(predict.assumed(*half(tokens=tokens, heads=heads, head_dim=width), card), precision=precision)
-    return (plan_backward.candidates(spec, request, card, job) if job else plan_forward.candidates(spec, request, card))[0]
+    return offered(kind, BY_NAME[case].spec("float32"), request, card)[0].plan
 
 
 @pytest.mark.parametrize("kind, width, precision", EXACT, ids=str)
@@ -211,10 +216,9 @@ def test_under_a_map_no_tile_is_larger_than_the_maps(kind: str, dtype: str) -> N
         spec, mapped = case.spec(dtype), specs.with_map(case.spec(dtype), *case.inputs(specs.Shape(), getattr(torch, dtype), 0))[0]
         assert mapped.tiles is not None
         request = predict.assumed(*half(tokens=4096, head_dim=width), card)
-        plans = lambda s: plan_backward.choices(s, request, card, job) if (job := JOBS[kind]) else plan_forward.choices(s, request, card)
-        known, found = {c.plan.shape for c in plans(spec)}, [c.plan for c in plans(mapped)]
+        known, found = ([c.plan for c in offered(kind, s, request, card)] for s in (spec, mapped))
         assert all(max(p.block_m, p.block_n) <= TILE for p in found)
-        assert found[0].shape in known, (width, card.name, found[0].shape)
+        assert found[0].shape in {p.shape for p in known}, (width, card.name, found[0].shape)
 
 
 def test_flash_attentions_tile_is_a_special_case() -> None:
