@@ -122,13 +122,14 @@ def plan_text(shape: Shape, dtype: str, device: str, backward: bool = False) -> 
     chosen = plan_forward.candidates(spec, request, card)[0]
     lines += _candidates([predict.forward(spec, sizes, bytes_, card, p) for p in _shown(chosen, found)], card, len(found))
     if backward:
-        for kind, job in (("keys", Job("keys", key=True, value=True)), ("queries", Job("queries", query=True))):
+        jobs = plan_backward.arranged(spec, request, card, (Job("keys", key=True, value=True), Job("queries", query=True)))
+        for number, job in enumerate(jobs):
             found = plan_backward.choices(spec, request, card, job)
             chosen = plan_backward.candidates(spec, request, card, job)[0]
-            rows, *kernels = zip(*(predict.backward(spec, sizes, bytes_, [True] * 3, card, {kind: p}) for p in _shown(chosen, found)), strict=True)
-            if kind == "keys":
+            rows, *kernels = zip(*(predict.backward(spec, sizes, bytes_, [True] * 3, card, {job: p}) for p in _shown(chosen, found)), strict=True)
+            if number == 0:
                 lines += ["", "backward, kernel of the rows", f"  it only streams: {size(rows[0].moved)}{_time(rows[0])}"]
-            lines += ["", f"backward, kernel of the {kind}", *_candidates(list(kernels[kind == "queries"]), card, len(found))]
+            lines += ["", f"backward, kernel of the {kernels[number][0].name}", *_candidates(list(kernels[number]), card, len(found))]
     return "\n".join(lines)
 
 

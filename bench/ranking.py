@@ -105,7 +105,9 @@ def offer_everything() -> None:
 def kernel_of(key: autotune.Key) -> str:
     """``forward``, or the kind of a backward kernel."""
     name = dict(key.facts)["kernel"]
-    return name if name == "forward" else "keys" if "kind='keys'" in name else "queries"
+    if name == "forward":
+        return name
+    return "queries" if "kind='queries'" in name else "values" if "key=False" in name else "keys"
 
 
 def label(case: str, key: autotune.Key, plan: KernelPlan) -> str:

@@ -72,9 +72,6 @@ class Recomputed(Forward):
         self.written = None
         self.sweeps = sweeps(self.spec, self.plan.depth, self.plan.value_depth)
 
-    def _precise(self, dtype: str) -> str:
-        return self.precision if dtype == "float32" else ""
-
     def _first_row(self, dense: bool) -> list[str]:
         """Where the rows of this attention begin: in the scratch that kernels share, whose rows are padded to 16 bytes for
         descriptors, and (`dense`) in what has a row for each query."""
@@ -221,12 +218,9 @@ class Recomputed(Forward):
             if level(one.node) != "tile" or self.job.kind in ("tiles", "diagonals"):
                 w.line(f"{name} = tl.zeros({shape}, tl.float32)")
 
-    def _cast_between(self, name: str, have: str, want: str) -> str:
-        """A loaded tile in the dtype of a product."""
-        return name if have == want else f"{name}.to(tl.{want})"
-
     def _scaled(self, name: str) -> str:
-        return name if self.chain.factor == 1.0 else f"{name} * {literal(self.chain.factor)}"
+        """A gradient of queries or keys with the factor that the chain left out."""
+        return name if self.chain.factor == 1.0 else f"({name} * {literal(self.chain.factor)})"
 
 
 @functools.lru_cache(maxsize=512)

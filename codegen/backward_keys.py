@@ -134,18 +134,18 @@ class Keys(Recomputed):
     def _load_keys(self, w: Writer) -> None:
         spec, types = self.spec, self.types
         w.gap("load K" + (" and V" if self.job.arrivals else ""))
-        wanted = [("k", spec.key, ("n", "d"), self.d_padded, types.score)]
+        wanted = [("k", spec.key, ("n", "d"), types.score)]
         if self.job.arrivals:
-            wanted.append(("v", spec.value, ("n", "e"), self.e_padded, types.arrived))
-        for role, access, labels, padded, dtype in wanted:
+            wanted.append(("v", spec.value, ("n", "e"), types.arrived))
+        for role, access, labels, dtype in wanted:
             reader, base = self._reader(role, owned(access, self.shared), labels, programs=self.outer)
             if base:
                 w.line(f"{role}_ptr += {' + '.join(base)}")
-            w.line(f"{role} = {self._cast_between(reader.tile(True, padded), spec.operands[access.operand].dtype, dtype)}")
+            self._keep(w, role, reader, self._cast(self._dtype(access), dtype))
         if self.job.key:
-            w.line("dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)")
+            self._zeros(w, "dk", "BLOCK_N", "d")
         if self.job.value:
-            w.line("dv = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)")
+            self._zeros(w, "dv", "BLOCK_N", "e")
 
     def _bases(self, w: Writer) -> None:
         self.readers = {}
@@ -290,33 +290,33 @@ class Keys(Recomputed):
         self._offsets(w, "m", "start_m")
         if masked:
             w.line("m_mask = offs_m < n_queries")
-        w.line(f"q = {self.readers['q'].tile(masked, self.d_padded)}")
+        self._fetch(w, "q", self.readers["q"], masked)
         w.extend(body.moving)
-        query = spec.operands[spec.query.operand].dtype
+        query = self._dtype(spec.query)
         if "dot" in depends(program):
-            w.line(f"qk = tl.dot(k, tl.trans({self._cast_between('q', query, types.score)}){self._precise(types.score)})")
+            self._along(w, "qk", "k", "q", self._cast(query, types.score), self._precise(types.score))
         late = ["delta"] if job.slopes and self._is_crowded() else []
         w.extend(self._rows([*self.chain.rows(inside), *(["delta"] if job.slopes and not late else [])], masked))
         w.extend(weights_lines)
         if masked:
             w.line("p = tl.where(m_mask[None, :], p, 0.0)")
-        w.line(f"do = {self.readers['do'].tile(masked, self.e_padded)}")
+        self._fetch(w, "do", self.readers["do"], masked)
         w.extend(after)
         if job.value:
             if weights != "p":
                 w.line(f"weights = {weights}")
                 weights = "weights"
-            left, right = self._cast_between(weights, "float32", types.value), self._cast_between("do", spec.out_dtype, types.value)
-            w.line(f"dv = tl.dot({left}, {right}, dv{self._precise(types.value)})")
+            weights += self._cast("float32", types.value)
+            self._onto(w, "dv", weights, "do", self._cast(spec.out_dtype, types.value), self._precise(types.value))
         if job.arrivals:
-            w.line(f"dp = tl.dot(v, tl.trans({self._cast_between('do', spec.out_dtype, types.arrived)}){self._precise(types.arrived)})")
+            self._along(w, "dp", "v", "do", self._cast(spec.out_dtype, types.arrived), self._precise(types.arrived))
             w.extend(self._rows(late, masked))
             w.extend(gradients)
         if job.key:
             if masked:
                 w.line("ds = tl.where(m_mask[None, :], ds, 0.0)")
-            left, right = self._cast_between("ds", "float32", types.slope), self._cast_between("q", query, types.slope)
-            w.line(f"dk = tl.dot({left}, {right}, dk{self._precise(types.slope)})")
+            slopes = f"ds{self._cast('float32', types.slope)}"
+            self._onto(w, "dk", slopes, "q", self._cast(query, types.slope), self._precise(types.slope))
 
     def _is_crowded(self) -> bool:
         """Whether delta is read after the product from which it is subtracted. Before it nothing waits for delta, but it takes registers all the
@@ -329,17 +329,16 @@ class Keys(Recomputed):
     def _epilogue(self, w: Writer) -> None:
         w.gap("epilogue: the scores' own factor, store" if self.job.key else "epilogue: store")
         if self.job.key:
-            self._store(w, "k", self.spec.key, self._scaled("dk"), ("j", "d"), self.d_padded)
+            self._store(w, "k", self.spec.key, ("j", "d"))
         if self.job.value:
-            self._store(w, "v", self.spec.value, "dv", ("j", "e"), self.e_padded)
+            self._store(w, "v", self.spec.value, ("j", "e"))
 
-    def _store(self, w: Writer, name: str, access: Access, value: str, axes: tuple[str, str], padded: bool) -> None:
+    def _store(self, w: Writer, name: str, access: Access, axes: tuple[str, str]) -> None:
         depth, whole = axes[1], f"grad_{name}"
         self.arguments.pointer(f"{whole}_ptr", whole)
         base = self._strides(owned(access, self.shared), whole, axes, ("n", depth), tensor=whole, programs=self.outer)
         if base:
             w.line(f"{whole}_ptr += {' + '.join(base)}")
-        mask = f"n_mask[:, None] & {depth}_mask[None, :]" if padded else "n_mask[:, None]"
-        place = f"{whole}_ptr + offs_n[:, None] * {whole}_stride_n + offs_{depth}[None, :] * {whole}_stride_{depth}"
-        text = f"({value})" if " " in value else value
-        w.line(f"tl.store({place}, {text}.to({whole}_ptr.dtype.element_ty), mask={mask})")
+        for piece in self.pieces[depth]:
+            sums = f"d{name}{piece.suffix}"
+            self._store_columns(w, whole, "n", f"{self._scaled(sums) if name == 'k' else sums}.to({whole}_ptr.dtype.element_ty)", piece)

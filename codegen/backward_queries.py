@@ -19,7 +19,7 @@ class Queries(Recomputed):
         reader, terms = self._grad_out_reader()
         if terms:
             query.line(f"grad_out_ptr += {' + '.join(terms)}")
-        query.line(f"do = {self._cast_between(reader.tile(True, self.e_padded), self.spec.out_dtype, self.types.arrived)}")
+        self._keep(query, "do", reader, self._cast(self.spec.out_dtype, self.types.arrived))
         query.extend(self._first_row(dense=bool(self.job.captured)))
         names: list[str] = [*self.chain.rows(True), *(n for n in self.chain.rows(False) if n not in self.chain.rows(True))]
         query.extend(self._rows([*names, *(["delta"] if self.job.slopes else [])], mask=True))
@@ -37,7 +37,7 @@ class Queries(Recomputed):
             self._widen(w)
         w.gap()
         if self.job.query:
-            w.line("dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)")
+            self._zeros(w, "dq", "BLOCK_M", "d")
         self._zero_sums(w, "[BLOCK_M]")
         for name in (*(f"{self.sums[c]}_slope" for c in self._corrected), *(("total", "mass") if self._corrected else ())):
             w.line(f"{name} = tl.zeros([BLOCK_M], tl.float32)")
@@ -52,24 +52,23 @@ class Queries(Recomputed):
         if masked and self._corrected:
             weights.append("p = tl.where(n_mask[None, :], p, 0.0)")
         gradients = self._gradients(body, inside, "n_mask[None, :]" if masked else "")
-        key, value = (self.spec.operands[a.operand].dtype for a in (self.spec.key, self.spec.value))
+        key, value = self._dtype(self.spec.key), self._dtype(self.spec.value)
         has_dot = "dot" in depends(self.chain.inside if inside else self.chain.score)
         self._columns(w, masked)
         if has_dot or self.job.query:
-            w.line(f"k = {self.readers['k'].tile(masked, self.d_padded)}")
+            self._fetch(w, "k", self.readers["k"], masked)
         w.extend(body.moving)
         if has_dot:
-            w.line(f"qk = tl.dot(q, tl.trans({self._cast_between('k', key, types.score)}){self._precise(types.score)})")
+            self._along(w, "qk", "q", "k", self._cast(key, types.score), self._precise(types.score))
         w.extend(weights)
-        w.line(f"v = {self.readers['v'].tile(masked, self.e_padded)}")
-        w.line(f"dp = tl.dot(do, tl.trans({self._cast_between('v', value, types.arrived)}){self._precise(types.arrived)})")
+        self._fetch(w, "v", self.readers["v"], masked)
+        self._along(w, "dp", "do", "v", self._cast(value, types.arrived), self._precise(types.arrived))
         w.extend(gradients)
         if not self.job.query:
             return
         if masked:
             w.line("ds = tl.where(n_mask[None, :], ds, 0.0)")
-        rounded = self._cast_between("ds", "float32", types.slope)
-        w.line(f"dq = tl.dot({rounded}, {self._cast_between('k', key, types.slope)}, dq{self._precise(types.slope)})")
+        self._onto(w, "dq", f"ds{self._cast('float32', types.slope)}", "k", self._cast(key, types.slope), self._precise(types.slope))
 
     def _add_captured(self, one: Captured, tile: str) -> list[str]:
         """Row sums stay in registers; a gradient for every score is stored at once."""
@@ -97,8 +96,5 @@ class Queries(Recomputed):
         terms = self._strides(self.spec.query, "grad_q", ("i", "d"), ("m", "d"), tensor="grad_q")
         if terms:
             w.line(f"grad_q_ptr += {' + '.join(terms)}")
-        mask = "m_mask[:, None] & d_mask[None, :]" if self.d_padded else "m_mask[:, None]"
-        place = "grad_q_ptr + offs_m[:, None] * grad_q_stride_m + offs_d[None, :] * grad_q_stride_d"
-        value = self._scaled("dq")
-        value = f"({value})" if value != "dq" else value
-        w.line(f"tl.store({place}, {value}.to(grad_q_ptr.dtype.element_ty), mask={mask})")
+        for piece in self.pieces["d"]:
+            self._store_columns(w, "grad_q", "m", f"{self._scaled(f'dq{piece.suffix}')}.to(grad_q_ptr.dtype.element_ty)", piece)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from .backward import MARKED, SHIFTS, Recomputed
 from .chain import row_buffers
+from .reads import Reader
 from .text import literal
 from .writer import Writer
 
@@ -26,14 +27,14 @@ class Rows(Recomputed):
         self._depths(w, "e")
 
     def _load_query(self, query: Writer, bases: Writer) -> None:
-        mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
+        piece, = self.pieces["e"]
         query.gap("delta: what the gradients of a row's scores have to lose to add up to nothing")
         for name, tensor in (("o", "out"), ("do", "grad_out")):
             terms = self._row_strides(tensor, tensor)
             if terms:
                 query.line(f"{tensor}_ptr += {' + '.join(terms)}")
-            place = f"{tensor}_ptr + offs_m[:, None] * {tensor}_stride_m + offs_e[None, :] * {tensor}_stride_e"
-            query.line(f"{name} = tl.load({place}, mask={mask}, other=0.0).to(tl.float32)")
+            reader = Reader(f"{tensor}_ptr", tensor, ("m", "e"))
+            query.line(f"{name} = {reader.tile(True, piece)}.to(tl.float32)")
         query.line("delta = tl.sum(do * o, 1)")
 
     def _range(self, w: Writer) -> None:

@@ -94,17 +94,16 @@ class Tiles(Recomputed):
         self.still = self._still(body)
         weights = self._weights(body, inside=False)
         gradients = self._gradients(body, inside=False, mask=self.mask)
-        query, key, value = (spec.operands[a.operand].dtype for a in (spec.query, spec.key, spec.value))
+        query, key, value = (self._dtype(a) for a in (spec.query, spec.key, spec.value))
         w.extend(body.moving)
         w.extend(self._rows([*self.chain.rows(False), *(["delta"] if self.job.slopes else [])], mask=True))
-        loads = {role: reader.tile(True, self.d_padded if role in "qk" else self.e_padded) for role, reader in self.readers.items()}
-        w.line(f"q = {self._cast_between(loads['q'], query, types.score)}")
-        w.line(f"k = {self._cast_between(loads['k'], key, types.score)}")
-        w.line(f"qk = tl.dot(q, tl.trans(k){self._precise(types.score)})")
+        for role, dtype in (("q", query), ("k", key)):
+            self._fetch(w, role, self.readers[role], True, self._cast(dtype, types.score))
+        self._along(w, "qk", "q", "k", "", self._precise(types.score))
         w.extend(weights)
-        w.line(f"do = {self._cast_between(loads['do'], spec.out_dtype, types.arrived)}")
-        w.line(f"v = {self._cast_between(loads['v'], value, types.arrived)}")
-        w.line(f"dp = tl.dot(do, tl.trans(v){self._precise(types.arrived)})")
+        for role, dtype in (("do", spec.out_dtype), ("v", value)):
+            self._fetch(w, role, self.readers[role], True, self._cast(dtype, types.arrived))
+        self._along(w, "dp", "do", "v", "", self._precise(types.arrived))
         w.extend(gradients)
 
     def _still(self, body: Body) -> list[str]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from ..spec import Access, AttentionSpec
 from ..tilemap import ranges_of
 from .arguments import Arguments, Integer, Names, Pointer, Size, Stride, Unsupported, on_host
 from .helpers import HELPERS
+from .pieces import NAMES, Piece, pieces
 from .plan import KernelPlan
 from .reads import ROLES, Reader, block_of, boxed, described_pairs, index_of, place_of
 from .scores import Body, Programs
@@ -23,9 +24,9 @@ RESERVED = (
     "tl triton float range q k v q_ptr k_ptr v_ptr out_ptr stats_ptr seed_ptr seed out p qk score row_max row_sum acc new_max "
     "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop "
     "full_start full_stop stop_tile place unseen n_partial n_left n_swept n_before n_run n_earlier n_beside step empty kept n_checked result n_queries n_keys "
-    "stats_offset BLOCK_M BLOCK_N BLOCK_D BLOCK_E HEAD_DIM VALUE_DIM weights out_stride_m out_stride_e q_stride_m q_stride_d "
+    "stats_offset BLOCK_M BLOCK_N BLOCK_D BLOCK_E PIECE HEAD_DIM VALUE_DIM weights out_stride_m out_stride_e q_stride_m q_stride_d "
     "k_stride_n k_stride_d v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following "
-    "i j d e").split() + list(HELPERS)
+    "i j d e").split() + [*HELPERS, *NAMES]
 
 
 BESIDE = 8
@@ -110,6 +111,7 @@ class Emission:
     Attributes:
         reserved: names that the text uses itself.
         fixed: which vectors stay the same through the kernel's loop, as of `Programs`.
+        pieces: of the head dimensions ``d`` and ``e``.
     """
 
     reserved = RESERVED
@@ -123,6 +125,9 @@ class Emission:
         boxes = frozenset(described_pairs(spec, plan.described))
         self.programs = Programs(spec, self.names, self.arguments, plan.index_bits == 64, constants, self.fixed, boxes, (plan.block_m, plan.block_n))
         self.ranges: Ranges = ranges_of(spec)
+        self.pieces = {"d": pieces("d", plan.depth, plan.block_d, plan.piece), "e": pieces("e", plan.value_depth, plan.block_e, plan.piece)}
+        self._late: dict[str, Callable[[Piece], str]] = {}
+        """By role, of a tile that comes in pieces and was not read yet, the line that reads one."""
 
     def name(self) -> str:
         """Of the generated function."""
@@ -140,7 +145,7 @@ class Emission:
     def _wrap(self, body: Writer) -> Kernel:
         plan = self.plan
         constants = {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "BLOCK_E": plan.block_e,
-                     "HEAD_DIM": plan.depth, "VALUE_DIM": plan.value_depth}
+                     "PIECE": plan.piece, "HEAD_DIM": plan.depth, "VALUE_DIM": plan.value_depth}
         return wrapped(self.name(), self.programs, body, constants)
 
     def loop(self, variable: str, span: str, stages: int = 0) -> str:
@@ -221,15 +226,69 @@ class Emission:
 
     def _depths(self, w: Writer, names: str = "de") -> None:
         """Positions along the head dimensions, with masks where the kernel pads them."""
-        plan = self.plan
-        wide = ".to(tl.int64)" if plan.index_bits == 64 else ""
-        self.d_padded, self.e_padded = plan.depth < plan.block_d, plan.value_depth < plan.block_e
-        for name in names:
-            w.line(f"offs_{name} = tl.arange(0, BLOCK_{name.upper()}){wide}")
-        if self.d_padded and "d" in names:
-            w.line("d_mask = offs_d < HEAD_DIM")
-        if self.e_padded and "e" in names:
-            w.line("e_mask = offs_e < VALUE_DIM")
+        wide = ".to(tl.int64)" if self.plan.index_bits == 64 else ""
+        all_pieces = [piece for name in names for piece in self.pieces[name]]
+        for piece in all_pieces:
+            first = f"{piece.number} * PIECE + " if piece.number else ""
+            w.line(f"{piece.offsets} = {first}tl.arange(0, {piece.width}){wide}")
+        for piece in all_pieces:
+            if piece.padded:
+                w.line(f"{piece.mask} = {piece.offsets} < {'HEAD_DIM' if piece.axis == 'd' else 'VALUE_DIM'}")
+
+    # ---- products
+
+    def _keep(self, w: Writer, role: str, reader: Reader, cast: str) -> None:
+        """Load all of a tile that stays."""
+        for piece in self.pieces[ROLES[role][1]]:
+            w.line(f"{role}{piece.suffix} = {reader.tile(True, piece)}{cast}")
+
+    def _fetch(self, w: Writer, role: str, reader: Reader, masked: bool, cast: str = "") -> None:
+        """Load a tile that moves: at once where it comes whole, else each piece just before the first product that takes it."""
+        line = lambda piece: f"{role}{piece.suffix} = {reader.tile(masked, piece)}{cast}"
+        first = self.pieces[ROLES[role][1]][0]
+        if first.number is None:
+            w.line(line(first))
+        else:
+            self._late[role] = line
+
+    def _arrive(self, w: Writer, piece: Piece, *roles: str) -> None:
+        """Read a piece of the tiles that a product is about to take, unless an earlier product did."""
+        w.extend(self._late[role](piece) for role in roles if role in self._late)
+        if piece == self.pieces[piece.axis][-1]:
+            for role in roles:
+                self._late.pop(role, None)
+
+    def _along(self, w: Writer, product: str, left: str, right: str, cast: str, options: str) -> None:
+        """The product of two tiles along their head dimension, ``product = left · rightᵀ``; `cast` goes with `right`."""
+        for piece in self.pieces[ROLES[left][1]]:
+            self._arrive(w, piece, left, right)
+            added = f", {product}" if piece.number else ""
+            w.line(f"{product} = tl.dot({left}{piece.suffix}, tl.trans({right}{piece.suffix}{cast}){added}{options})")
+
+    def _onto(self, w: Writer, sums: str, weights: str, right: str, cast: str, options: str, scale: str = "") -> None:
+        """The product with a tile along its rows, onto sums as wide as it: ``sums = sums · scale + weights · right``."""
+        for piece in self.pieces[ROLES[right][1]]:
+            self._arrive(w, piece, right)
+            own = f"{sums}{piece.suffix}"
+            w.line(f"{own} = tl.dot({weights}, {right}{piece.suffix}{cast}, {own}{scale}{options})")
+
+    def _store_columns(self, w: Writer, name: str, row: str, value: str, piece: Piece) -> None:
+        """Store a tile, or some columns of it, where rows and columns exist."""
+        mask = f"{row}_mask[:, None]" + (f" & {piece.mask}[None, :]" if piece.padded else "")
+        place = f"{name}_ptr + offs_{row}[:, None] * {name}_stride_{row} + {piece.offsets}[None, :] * {name}_stride_{piece.axis}"
+        w.line(f"tl.store({place}, {value}, mask={mask})")
+
+    def _zeros(self, w: Writer, sums: str, rows: str, axis: str) -> None:
+        for piece in self.pieces[axis]:
+            w.line(f"{sums}{piece.suffix} = tl.zeros([{rows}, {piece.width}], tl.float32)")
+
+    @staticmethod
+    def _cast(have: str, want: str) -> str:
+        """What makes one dtype of another."""
+        return "" if have == want else f".to(tl.{want})"
+
+    def _dtype(self, access: Access) -> str:
+        return self.spec.operands[access.operand].dtype
 
     def _strides(self, access: Access, name: str, axes: tuple[str, str], labels: tuple[str, str], tensor: str = "",
                  programs: Programs | None = None) -> list[str]:

@@ -43,8 +43,8 @@ _FILE = 65536
 """Registers of a processor (of AMD's, of its four units together: twice that)."""
 _DRAWING = 40
 """Operations for one random number of dropout."""
-_PRODUCTS: dict[Sweep, tuple[int, int]] = {"forward": (1, 1), "queries": (2, 1), "keys": (2, 2), "tiles": (1, 1)}
-"""Products along the depth of queries and keys, and along that of values, of a step."""
+_PRODUCTS: dict[Sweep, tuple[int, int]] = {"forward": (1, 1), "queries": (2, 1), "tiles": (1, 1)}
+"""Products along the depth of queries and keys, and along that of values, of a step; the kernel of the keys has as many as it has sums."""
 _BACKWARD = 2
 """Operations a score that backward has beyond forward's."""
 
@@ -114,9 +114,9 @@ def registers(work: Work, tile: Tile, unit: Unit, lanes: int) -> int:
     held, reads = work.held, work.held.reads > 0
     base, sums, scores, kept, moving = (_REGISTERS_AMD if unit == "mfma" else _REGISTERS_SPLIT if held.split else
                                           _REGISTERS_TENSOR[work.kind] if wide and unit == "tcgen05" else _REGISTERS[wide, work.kind])
-    totals = {"forward": m * e, "queries": m * d, "keys": n * (d + e), "tiles": m * n}[work.kind]
-    still = {"forward": m * d, "queries": m * (d + e), "keys": n * (d + e), "tiles": 0}[work.kind]
-    walks = (m if work.kind == "keys" else n) * max(d, e)
+    totals = {"forward": m * e, "queries": m * d, "keys": n * (held.key * d + held.value * e), "tiles": m * n}[work.kind]
+    still = {"forward": m * d, "queries": m * (d + e), "keys": n * (d + held.key * e), "tiles": 0}[work.kind]
+    walks = (m if work.kind == "keys" else n) * tile.columns(max(d, e))
     scores += 1.5 * reads + 0.5 * held.stores + (2.5 if work.draws and not wide else 0.0)
     scores += (4.7 if work.kind == "forward" else 14.0) if held.indirect else 0.0
     pointers = (_POINTERS if wide and not held.barriers else 0) + (_UNEVEN if held.copied < Contents.copied else 0)
@@ -136,7 +136,8 @@ def steps(work: Work, tile: Tile, device: Device, shared: int, most: int = 16) -
     need = registers(work, tile, device.unit, device.lanes)
     blocks = min(most, _blocks(device, tile, shared, need))
 
-    along_d, along_e = _PRODUCTS[work.kind]
+    held = work.held
+    along_d, along_e = _PRODUCTS.get(work.kind, (1 + held.key, held.key + held.value))
     flops = 2 * m * n * (along_d * d + along_e * e)
     rate = device.width * EFFICIENCY * (0.6 if device.asynchronous and not wide else 1.0)
     products = flops * work.times / rate if work.times else flops / (2 * device.lanes_simple)

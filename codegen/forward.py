@@ -130,7 +130,7 @@ class Forward(Emission):
         reader, base = self._reader("q", spec.query, ("m", "d"))
         if base:
             query.call("q_ptr += ", [" + ".join(base)], "")
-        query.line(f"q = {reader.tile(True, self.d_padded)}{self._cast(spec.query, self.qk_dtype)}")
+        self._keep(query, "q", reader, self._cast(self._dtype(spec.query), self.qk_dtype))
         self._key_bases(bases)
 
     def _key_bases(self, bases: Writer) -> None:
@@ -140,9 +140,6 @@ class Forward(Emission):
             self.readers[role], base = self._reader(role, access, labels)
             if base:
                 bases.line(f"{role}_ptr += {' + '.join(base)}")
-
-    def _cast(self, access: Access, dtype: str) -> str:
-        return "" if self.spec.operands[access.operand].dtype == dtype else f".to(tl.{dtype})"
 
     # ---- key range
 
@@ -210,7 +207,7 @@ class Forward(Emission):
             w.line('safe_max = tl.where(row_max == float("-inf"), 0.0, row_max)')
             power = lambda t: f"tl.exp2({t} - safe_max)" if folded else f"tl.exp2(({t} - safe_max) * {LOG2E})"
             w.line(f"row_sum = {' + '.join(power(t) for t in scaled)}")
-        w.line("acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)")
+        self._zeros(w, "acc", "BLOCK_M", "e")
 
     # ---- the loops
 
@@ -304,10 +301,10 @@ class Forward(Emission):
         weights = "p" if plain else body.tile(self.weight)
         self._columns(w, masked)
         if "dot" in depends(program):
-            w.line(f"k = {self.readers['k'].tile(masked, self.d_padded)}{self._cast(self.spec.key, self.qk_dtype)}")
+            self._fetch(w, "k", self.readers["k"], masked, self._cast(self._dtype(self.spec.key), self.qk_dtype))
         w.extend(body.moving)
         if "dot" in depends(program):
-            w.line(f"qk = tl.dot(q, tl.trans(k){self.precision if self.qk_dtype == 'float32' else ''})")
+            self._along(w, "qk", "q", "k", "", self._precise(self.qk_dtype))
         w.extend(before)
         name = "qk" if score == "qk" else "score"
         if name == "score":
@@ -317,12 +314,15 @@ class Forward(Emission):
             name = "score"
         self._softmax(w, name, self.folded if folded is None else folded)
         w.extend(body.tiles)
-        w.line(f"v = {self.readers['v'].tile(masked, self.e_padded)}{self._cast(self.spec.value, self.pv_dtype)}")
+        self._fetch(w, "v", self.readers["v"], masked, self._cast(self._dtype(self.spec.value), self.pv_dtype))
         if not plain:
             w.line(f"weights = {weights}")
             weights = "weights"
-        cast = "" if self.pv_dtype == "float32" else f".to(tl.{self.pv_dtype})"
-        w.line(f"acc = tl.dot({weights}{cast}, v, acc * alpha[:, None]{self.precision if self.pv_dtype == 'float32' else ''})")
+        self._onto(w, "acc", f"{weights}{self._cast('float32', self.pv_dtype)}", "v", "", self._precise(self.pv_dtype), " * alpha[:, None]")
+
+    def _precise(self, dtype: str) -> str:
+        """How a product of operands of a dtype is taken."""
+        return self.precision if dtype == "float32" else ""
 
     def _softmax(self, w: Writer, score: str, folded: bool) -> None:
         unit = literal(self.unit if folded else LOG2E)
@@ -346,20 +346,13 @@ class Forward(Emission):
         if repaired:
             self._repair(w)
         w.gap("epilogue: normalise, store the result and the row statistics")
-        if spec.empty_rows == "zero":
-            w.line("result = tl.where(row_sum[:, None] == 0.0, 0.0, acc / row_sum[:, None])")
-        elif spec.empty_rows == "repaired":
-            w.line("result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)        # the sum may be NaN")
-        elif repaired:
-            w.line("result = tl.where((empty & (kept == 0))[:, None], 0.0, acc / row_sum[:, None])")
-        else:
-            w.line("result = acc / row_sum[:, None]")
         terms = self._row_strides("out", "out")
+        for piece in self.pieces["e"]:
+            w.line(self._normalised(piece.suffix, repaired))
         if terms:
             w.line(f"out_ptr += {' + '.join(terms)}")
-        mask = "m_mask[:, None] & e_mask[None, :]" if self.e_padded else "m_mask[:, None]"
-        place = "out_ptr + offs_m[:, None] * out_stride_m + offs_e[None, :] * out_stride_e"
-        w.line(f"tl.store({place}, result.to(tl.{spec.out_dtype}), mask={mask})")
+        for piece in self.pieces["e"]:
+            self._store_columns(w, "out", "m", f"result{piece.suffix}.to(tl.{spec.out_dtype})", piece)
         self.arguments.pointer("out_ptr", "out")
         self.arguments.pointer("stats_ptr", "stats")
         w.line("stats_offset = (batch.to(tl.int64) * n_queries + offs_m) * 2")
@@ -368,6 +361,17 @@ class Forward(Emission):
             largest = f'tl.where(row_sum > 0.0, {largest}, float("-inf"))'
         w.line(f"tl.store(stats_ptr + stats_offset, {largest}, mask=m_mask)")
         w.line("tl.store(stats_ptr + stats_offset + 1, tl.log(row_sum), mask=m_mask)")
+
+    def _normalised(self, suffix: str, repaired: bool) -> str:
+        """The line that divides what was summed by the row's sum."""
+        empty_rows, value = self.spec.empty_rows, f"acc{suffix} / row_sum[:, None]"
+        if empty_rows == "zero":
+            return f"result{suffix} = tl.where(row_sum[:, None] == 0.0, 0.0, {value})"
+        if empty_rows == "repaired":
+            return f"result{suffix} = tl.where(row_sum[:, None] > 0.0, {value}, 0.0)        # the sum may be NaN"
+        if repaired:
+            return f"result{suffix} = tl.where((empty & (kept == 0))[:, None], 0.0, {value})"
+        return f"result{suffix} = {value}"
 
     def _repair(self, w: Writer) -> None:
         """Softmax of a row of -inf is NaN; what discards single weights afterwards may discard all of those."""

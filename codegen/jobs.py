@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..adjoint import ZERO, adjoint
@@ -85,6 +85,13 @@ class Job:
 
 ROWS = Job("rows")
 WEIGHTS = Job("weights")
+
+
+def apart(job: Job) -> tuple[Job, ...]:
+    """A kernel of both keys' and values' gradients as one for each: they compute the scores twice, and have the registers for larger tiles."""
+    if job.kind != "keys" or not (job.key and job.value):
+        return (job,)
+    return replace(job, value=False), replace(job, key=False, captured=())
 
 
 def captured(spec: AttentionSpec, needs: Sequence[bool]) -> tuple[Captured, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from .jobs import Captured, Job, axes_of
 from .launcher import Launch, Together, contiguous, empty
 from .owners import shared_axes
 from .plan import KernelPlan, Request
-from .plan_backward import candidates, choices
+from .plan_backward import arranged, candidates, choices
 from .reads import described, pairs, uneven
 from .sums import Read
 from .task import Role, Task, task
@@ -79,6 +79,12 @@ def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequen
     return candidates(spec, request_for(spec, tensors, operands, sizes, device), device, job)
 
 
+def kernels(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,
+            needs: Sequence[bool]) -> tuple[Job, ...]:
+    """The kernels of a backward pass on a device; `tensors` as of `plans`."""
+    return arranged(spec, request_for(spec, tensors, operands, sizes, device), device, task(spec, operands, sizes, needs).jobs)
+
+
 def request_for(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int],
                 device: Device) -> Request:
     """What the planner may know of a call."""
@@ -119,6 +125,7 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
         raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")
     entry = present(device)
     request = request_for(spec, (grad_out, out), operands, named, entry)
+    wanted = replace(wanted, jobs=arranged(spec, request, entry, wanted.jobs))
     offered = {job: candidates(spec, request, entry, job) for job in wanted.jobs}
     for job, some in offered.items():
         for plan in some:

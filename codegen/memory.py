@@ -52,6 +52,8 @@ class Contents:
         rows, columns: bytes a query, and a key, of what the programs read for each; only what moves is buffered.
         stores: bytes an element of what is written at every (i, j).
         indirect: whether something is read at an index that is read at every (i, j).
+        key, value: of the kernel of the keys, whether it sums their gradients (or of what is read for them), and the values'. Without
+            the keys' it keeps no values.
         barriers: whether tiles come by descriptors.
         uneven: whether rows of queries, keys or values are no multiple of 16 elements apart.
     """
@@ -71,6 +73,8 @@ class Contents:
     uneven: bool = False
     boxed: int = 0
     boxed_wide: int = 0
+    key: bool = True
+    value: bool = True
 
 
 def forward(tile: Tile, held: Contents, unit: Unit) -> int:
@@ -109,8 +113,10 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
         passing = _split(kind, tile, wide, loose, weights, unit)
     else:
         passing = _passing(kind, loose, weights, wide)
+        if kind == "queries" and tile.piece:
+            passing -= min(loose.get("v", 0), weights)      # the values' last piece has left when the gradients come by
         if kind == "keys" and whole:
-            passing += max(moving.values())     # they read the right operand along its columns only: q and do, turned
+            passing = _turned(tile, held, moving, passing)
         if wide and unit == "tcgen05" and tile.stages > 1 and loose:
             passing = sum(loose.values()) * (4 if kind == "keys" else 3) // 2
     across = _across(kind, tile, held, wide, unit)
@@ -133,11 +139,14 @@ def _parts(kind: Sweep, tile: Tile, held: Contents) -> tuple[int, dict[str, int]
     """(bytes that are kept, bytes of a buffer of what moves, bytes of the result on its way to memory)."""
     m, n, d, e = tile.block_m, tile.block_n, tile.block_d, tile.block_e
     qk, pv, out = ((_PARTS if held.split and x == 4 else x) for x in (held.qk, held.pv, held.out))
+    some_d, some_e = tile.columns(d), tile.columns(e)       # of what a single product takes; what two take waits for the second
     if kind == "forward":
-        return m * d * qk, {"k": n * d * held.qk, "v": n * e * held.pv}, m * e * held.out
+        return m * d * qk, {"k": n * some_d * held.qk, "v": n * some_e * held.pv}, m * e * held.out
     if kind == "queries":
-        return m * (d * qk + e * out), {"k": n * d * held.qk, "v": n * e * held.pv}, m * d * held.qk
-    return n * (d * qk + e * pv), {"q": m * d * held.qk, "do": m * e * held.out}, n * max(d * held.qk, e * held.pv)
+        return m * (d * qk + e * out), {"k": n * d * held.qk, "v": n * some_e * held.pv}, m * d * held.qk
+    kept, result = n * (d * qk + held.key * e * pv), n * max(held.key * d * held.qk, held.value * e * held.pv)
+    twice = held.key and held.value
+    return kept, {"q": m * (d if held.key else some_d) * held.qk, "do": m * (e if twice else some_e) * held.out}, result
 
 
 def _weights(kind: Sweep, tile: Tile, held: Contents, unit: Unit, wide: bool) -> int:
@@ -166,9 +175,20 @@ def _passing(kind: Sweep, loose: dict[str, int], weights: int, wide: bool) -> in
     return sum(loose.values()) + max(*loose.values(), weights)
 
 
+def _turned(tile: Tile, held: Contents, moving: dict[str, int], passing: int) -> int:
+    """The same for keys on Hopper in TF32, whose products read the right operand along its columns only: queries and the result's gradient are
+    turned. Of pieces one at a time, and what only one product takes leaves its place at once."""
+    if not tile.piece:
+        return passing + max(moving.values())
+    if not held.key:
+        return max(moving.values())
+    some = tile.block_m * tile.columns(max(tile.block_d, tile.block_e)) * held.qk
+    return passing + (some if held.value else 0)
+
+
 def _split(kind: Sweep, tile: Tile, wide: bool, loose: dict[str, int], weights: int, unit: Unit) -> int:
     """The same where operands are in parts."""
-    widest = max(tile.block_d, tile.block_e)
+    widest = tile.columns(max(tile.block_d, tile.block_e))
     if wide:
         return _PARTS * (tile.block_m * (widest + (0 if unit == "wgmma" else tile.block_n)) if kind == "keys" else tile.block_n * widest)
     return max(sum(loose.values()) if kind == "keys" else max(loose.values(), default=0), weights)
@@ -177,7 +197,7 @@ def _split(kind: Sweep, tile: Tile, wide: bool, loose: dict[str, int], weights: 
 def _across(kind: Sweep, tile: Tile, held: Contents, wide: bool, unit: Unit) -> int:
     """Bytes of the scores' own reads and results where they cross between the layout of a load or a store and that of a product."""
     scores = tile.block_m * tile.block_n
-    if held.indirect:
+    if held.indirect and (held.key or kind != "keys"):
         return scores * (4 if kind == "forward" and wide and tile.warps == 4 and tile.block_n >= 64 and held.qk < 4 else 8)
     if kind == "keys" and wide and unit == "tcgen05":
         return scores * held.narrow
@@ -203,7 +223,7 @@ def _amd(kind: Sweep, tile: Tile, held: Contents) -> int:
 
 def _tiles(tile: Tile, held: Contents, unit: Unit) -> int:
     """The kernel of tiles: everything moves, from one attention to the next."""
-    m, n, d, e = tile.block_m, tile.block_n, tile.block_d, tile.block_e
+    m, n, d, e = tile.block_m, tile.block_n, tile.columns(tile.block_d), tile.columns(tile.block_e)
     q, k, v, do = m * d * held.qk, n * d * held.qk, n * e * held.pv, m * e * held.out
     wide = unit in ("wgmma", "tcgen05") and m >= 64
     if tile.stages > 1:

@@ -16,7 +16,7 @@ from ..tilemap import TILE
 from .estimate import Work
 from .memory import Contents, Sweep
 from .reads import described_pairs
-from .tables import Shape
+from .tables import PIECE, PIECES_HOPPER, Shape
 from .tiles import Device, Tile, traffic, work
 
 HALF = ("float16", "bfloat16")
@@ -58,6 +58,7 @@ class KernelPlan:
         shared, registers: predicted bytes of shared memory a block and registers a thread.
         described: the roles (``q k v do``, ``pair3`` for a float of operand 3 for every score, ``rows`` for what belongs to rows) that
             are read by descriptors; the others by pointers. See `reads`.
+        piece: columns of a head dimension that a product takes at a time; 0 for all of them. See `pieces`.
         most_registers: what the assembler may give a thread, so that more blocks share a processor; 0 for as many as there are.
     """
 
@@ -76,16 +77,17 @@ class KernelPlan:
     registers: int
     described: tuple[str, ...] = ()
     most_registers: int = 0
+    piece: int = 0
 
     def __str__(self) -> str:
         most = f" maxnreg={self.most_registers}" if self.most_registers else ""
         return (f"BLOCK_M={self.block_m} BLOCK_N={self.block_n} BLOCK_D={self.block_d} BLOCK_E={self.block_e} "
-                f"num_warps={self.warps} num_stages={self.stages}{most}")
+                f"num_warps={self.warps} num_stages={self.stages}{most}{f' PIECE={self.piece}' if self.piece else ''}")
 
     @property
     def tile(self) -> Tile:
         """Its shape."""
-        return Tile(self.block_m, self.block_n, self.block_d, self.block_e, self.warps, self.stages, self.most_registers)
+        return Tile(self.block_m, self.block_n, self.block_d, self.block_e, self.warps, self.stages, self.most_registers, self.piece)
 
     @property
     def shape(self) -> Shape:
@@ -136,6 +138,14 @@ def reads_by_descriptor(request: Request, device: Device, block_m: int, block_n:
     work = request.batch * request.queries * request.keys * request.depth
     fits = device.boxes and not request.wide and min(block_m, block_n) >= 64
     return request.described if fits and work >= LEAST_WORK else ()
+
+
+def piece_of(work: Work, request: Request, device: Device) -> int:
+    """How many columns of a head dimension a product takes at a time; 0 for all."""
+    if device.unit != "wgmma" or work.times <= 1:
+        return 0
+    least = PIECES_HOPPER[request.precision][work.kind]
+    return PIECE if max(work.block_d, work.block_e) >= least else 0
 
 
 def element_bytes(spec: AttentionSpec) -> tuple[int, int]:

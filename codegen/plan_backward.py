@@ -6,17 +6,19 @@ and V; the kernel of the rows only streams.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..ranges import analyse
 from ..spec import AttentionSpec
 from . import space, tables
 from .chain import types
 from .estimate import Work
-from .jobs import Job, Kind
+from .jobs import Job, apart
 from .memory import Sweep
-from .plan import HALF, KernelPlan, Request, as_measured, gathers, reads_by_descriptor, tile_loads, within_map, work_of
+from .plan import HALF, KernelPlan, Request, as_measured, gathers, piece_of, reads_by_descriptor, tile_loads, within_map, work_of
 from .space import Choice
-from .tables import Shape, Table
+from .tables import Shape, Shapes, Table
 from .tiles import Device, Tile, padded
 
 _ROW_ELEMENTS = 8192
@@ -27,7 +29,36 @@ _THREE_BLOCKS = 168
 """Registers a thread with which three blocks of 128 threads share a processor's 65536."""
 
 
-def _table(spec: AttentionSpec, request: Request, device: Device, kind: Kind) -> Table:
+def arranged(spec: AttentionSpec, request: Request, device: Device, jobs: Sequence[Job]) -> tuple[Job, ...]:
+    """The kernels as a device is to run them: the gradients of keys and values by one kernel, or by one each where their sums fill the registers."""
+    if _apart(spec, request, device) is None:
+        return tuple(jobs)
+    return tuple(each for job in jobs for each in apart(job))
+
+
+def _apart(spec: AttentionSpec, request: Request, device: Device) -> tuple[Shapes, Shapes] | None:
+    """The shapes of a kernel for keys alone and of one for values alone, where they are to be."""
+    if device.unit != "wgmma":
+        return None
+    how = "half" if all(t in HALF for t in _dtypes(spec)) else request.precision
+    return tables.APART_HOPPER.get(how, {}).get(max(_widths(request, device)))
+
+
+def _row(spec: AttentionSpec, request: Request, device: Device, job: Job) -> tuple[Table, int, Shapes]:
+    """The table of a kernel's shapes, and its row for a call: the padded head dimension up to which it holds, and the shapes."""
+    table, width = _table(spec, request, device, job), max(_widths(request, device))
+    alone = _apart(spec, request, device) if job.kind == "keys" else None
+    return (table, *(tables.rows(table, width) if alone is None else (width, alone[0 if job.arrivals else 1])))
+
+
+def _widths(request: Request, device: Device) -> tuple[int, int]:
+    """The padded head dimensions, of queries and keys and of values."""
+    width = _LEAST_WIDTH if device.asynchronous else 16
+    return max(padded(request.depth), width), max(padded(request.value_depth), width)
+
+
+def _table(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Table:
+    kind = job.kind
     if any(t not in HALF for t in _dtypes(spec)):
         own = tables.BACKWARD_FLOAT32_HOPPER if device.unit == "wgmma" else {}
         return own.get((request.precision, "queries" if kind == "weights" else kind), tables.BACKWARD_FLOAT32)
@@ -60,17 +91,14 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     """Every plan of a kernel that walks tiles with its predicted cost, the preferred one first; at least the smallest tile, whether it fits
     or not. `inspected` is as of `plan_forward.choices`."""
     work = work_for(spec, request, device, job)
-    table = _table(spec, request, device, job.kind)
-    width = max(work.block_d, work.block_e)
-    limit, row = tables.rows(table, width)
-    shapes = list(row)
+    table, limit, row = _row(spec, request, device, job)
+    width, shapes = max(work.block_d, work.block_e), list(row)
     if table is tables.QUERIES_HOPPER and not analyse(spec).bounds and spec.tiles is None and (limit == 64 or gathers(spec) or not tile_loads(spec)):
         shapes.insert(0, tables.QUERIES_FULL[limit])
     shapes = list(within_map(spec, shapes))
     if job.kind == "diagonals":
         shapes = [s for s in shapes if s[0] == s[1]]
-    exact_on_hopper = table in tables.BACKWARD_FLOAT32_HOPPER.values()
-    if exact_on_hopper:
+    if device.unit == "wgmma" and work.times > 1:
         shapes = [s for s in shapes if _fills(job, s, request, device)] or shapes
     elif gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
         shapes = shapes[1:]             # addresses that are read, and masks of the depth, fill registers
@@ -88,10 +116,11 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
 
 def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Work:
     """What a kernel does with a tile, for the resource model."""
-    width = _LEAST_WIDTH if device.asynchronous else 16
+    block_d, block_e = _widths(request, device)
     kind: Sweep = "queries" if job.kind in ("rows", "weights") else "tiles" if job.kind == "diagonals" else job.kind
     stores = 4 * sum({"i", "j"} <= c.axes for c in job.captured) if kind == "queries" else 0
-    return work_of(spec, request, kind, max(padded(request.depth), width), max(padded(request.value_depth), width), _dtypes(spec), stores)
+    work = work_of(spec, request, kind, block_d, block_e, _dtypes(spec), stores)
+    return replace(work, held=replace(work.held, key=job.arrivals, value=job.value)) if job.kind == "keys" else work
 
 
 def _fills(job: Job, shape: Shape, request: Request, device: Device) -> bool:
@@ -117,7 +146,8 @@ def _streams(request: Request) -> tuple[KernelPlan, ...]:
 
 def _plan(spec: AttentionSpec, request: Request, device: Device, work: Work, shape: Shape, job: Job, reasons: tuple[str, ...]) -> KernelPlan:
     block_m, block_n, warps, stages = shape
-    tile = Tile(block_m, block_n, work.block_d, work.block_e, warps, stages)
+    piece = piece_of(work, request, device)
+    tile = Tile(block_m, block_n, work.block_d, work.block_e, warps, stages, piece=piece)
     if request.wide:
         reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
     described = reads_by_descriptor(request, device, block_m, block_n)
@@ -130,8 +160,11 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, work: Work, sha
         shared += 4 * block_m * block_n         # what was read at the scores may wait beside queries and keys for their product
     most = 0
     narrow = max(work.block_d, work.block_e) <= 64 and work.times == 1 and not _is_padded(request, work)
+    if job.kind == "queries" and work.times == 2 and spec.dropouts and device.unit == "wgmma":
+        most = device.registers
+        reasons = (*reasons, "no third block at the price of spilled registers, as the assembler would have it")
     if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and narrow:
         most = _THREE_BLOCKS
         reasons = (*reasons, f"at most {most} registers a thread, so that a processor holds three blocks: drawing for dropout would leave two")
     return KernelPlan(block_m, block_n, work.block_d, work.block_e, request.depth, request.value_depth, warps, stages,
-                      64 if request.wide else 32, request.precision, reasons, shared, registers, described, most)
+                      64 if request.wide else 32, request.precision, reasons, shared, registers, described, most, piece)

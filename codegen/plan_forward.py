@@ -10,7 +10,7 @@ from ..ranges import analyse
 from ..spec import AttentionSpec
 from . import space, tables
 from .estimate import Work
-from .plan import HALF, KernelPlan, Request, as_measured, gathers, products, reads_by_descriptor, tile_loads, within_map, work_of
+from .plan import HALF, KernelPlan, Request, as_measured, gathers, products, piece_of, reads_by_descriptor, tile_loads, within_map, work_of
 from .reads import described_pairs
 from .space import Choice
 from .tables import Shape, Table
@@ -48,7 +48,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
     limit, shapes = tables.rows(table, width)
     if table is tables.HOPPER and limit in tables.LARGER_HOPPER and not tile_loads(spec) and not spec.dropouts and spec.tiles is None:
         larger, keys, bounded = tables.LARGER_HOPPER[limit]
-        plain = bounded or not (analyse(spec).bounds or work.held.rows or work.held.columns)
+        plain = bounded or not (analyse(spec).bounds or work.held.rows or work.held.columns or work.operations > tables.FEW)
         if request.keys >= keys and plain:
             shapes = (larger, *shapes)
     paired = table is tables.HOPPER and bool(described_pairs(spec, request.described)) and not spec.dropouts
@@ -127,7 +127,8 @@ def _twice(spec: AttentionSpec, request: Request, device: Device, work: Work) ->
 
 def _plan(request: Request, device: Device, work: Work, shape: Shape, reasons: tuple[str, ...]) -> KernelPlan:
     block_m, block_n, warps, stages = shape
-    tile = Tile(block_m, block_n, work.block_d, work.block_e, warps, stages)
+    piece = piece_of(work, request, device)
+    tile = Tile(block_m, block_n, work.block_d, work.block_e, warps, stages, piece=piece)
     if request.wide:
         reasons = (*reasons, "64-bit offsets: an operand spans more than 2^31 elements within one attention")
     described = tuple(n for n in reads_by_descriptor(request, device, block_m, block_n) if n != "do")
@@ -135,4 +136,4 @@ def _plan(request: Request, device: Device, work: Work, shape: Shape, reasons: t
         reasons = (*reasons, f"tiles of {', '.join(described)} are fetched by descriptors")
     return KernelPlan(block_m, block_n, work.block_d, work.block_e, request.depth, request.value_depth, warps, stages,
                       64 if request.wide else 32, request.precision, reasons, space.memory_of(work, tile, bool(described), device),
-                      space.pressure(work, tile, bool(described), device), described)
+                      space.pressure(work, tile, bool(described), device), described, piece=piece)

@@ -116,12 +116,11 @@ def weights(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], dev
 
 
 def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], needs: Sequence[bool], device: Device,
-             plans: Mapping[str, KernelPlan] | None = None) -> tuple[Prediction, ...]:
+             plans: Mapping[Job, KernelPlan] | None = None) -> tuple[Prediction, ...]:
     """The kernels of the backward pass of a call: that of the rows, of the keys, of the queries, and those of tiles and of block diagonals for
     what is read at (i, j) and shared by attentions.
 
-    Args: as of `forward`; `needs` names the operands whose gradients are wanted, `plans` those by kernel (``keys``, ``queries`` …) that
-        are not the preferred ones.
+    Args: as of `forward`; `needs` names the operands whose gradients are wanted, `plans` those by kernel that are not the preferred ones.
 
     Raises:
         ValueError: as of `forward`, or an operation without a derivative.
@@ -131,8 +130,8 @@ def backward(spec: AttentionSpec, sizes: dict[str, int], held: Sequence[int], ne
     result, row = _result(spec, sizes), _statistics(spec, sizes)
     streamed = _time(device, 0, 2 * result + 2 * row)
     out = [Prediction("rows", 2 * result + 2 * row, row, 2 * result + 2 * row, 0, 0, 0.0, streamed, expected=streamed)]
-    for job in jobs(spec, sizes, roles, captured(spec, needs), False)[1:]:
-        plan = (plans or {}).get(job.kind) or plan_backward.candidates(spec, request, device, job)[0]
+    for job in plan_backward.arranged(spec, request, device, jobs(spec, sizes, roles, captured(spec, needs), False)[1:]):
+        plan = (plans or {}).get(job) or plan_backward.candidates(spec, request, device, job)[0]
         out.append(_backward(job, plan, spec, sizes, held, request, device))
     return tuple(out) if len(out) > 1 else ()
 
@@ -143,12 +142,15 @@ def _backward(job: Job, plan: KernelPlan, spec: AttentionSpec, sizes: dict[str, 
     rows, columns = math.ceil(sizes["i"] / plan.block_m), math.ceil(sizes["j"] / plan.block_n)
     own_rows = _once(spec, held, ("query",)) + _result(spec, sizes) + _statistics(spec, sizes)      # grad_out, and what is known of a row
     own_keys, read = _once(spec, held, ("key", "value")), sum(held) + _result(spec, sizes) + _statistics(spec, sizes)
+    if not job.arrivals:                    # the kernel of the values alone reads none
+        read -= own_keys - _once(spec, held, ("key",))
     written = _once(spec, held, [r for r, wanted in (("query", job.query), ("key", job.key), ("value", job.value)) if wanted])
     written += sum(_buffer(spec, sizes, held, job, one, plan.block_m) for one in job.captured)
     work_, share = plan_backward.work_for(spec, request, device, job), visited(spec, sizes, plan.block_m)
-    predicted = lambda swept, tiles, products: _predict(job.kind, plan, spec, request, device, work_, read - swept, written, swept, tiles, share, products)
+    name = "values" if job.value and not job.arrivals else job.kind
+    predicted = lambda swept, tiles, products: _predict(name, plan, spec, request, device, work_, read - swept, written, swept, tiles, share, products)
     if job.kind == "keys":
-        return predicted(own_rows, columns, 1 + (job.key + job.value) / 2)
+        return predicted(own_rows, columns, (1 + job.arrivals + job.key + job.value) / 2)
     if job.kind == "queries":
         return predicted(own_keys, rows, 1 + job.query / 2)
     # A tile takes its own rows and keys, of every attention that is walked.

@@ -21,6 +21,7 @@ import torch
 from ..algebra import simplify
 from ..program import Expr, axis, depends, loads
 from ..spec import Access, AttentionSpec, dtype_of
+from .pieces import Piece
 
 _UNIT = 16
 """Bytes: what addresses and steps have to be multiples of. Elements: by how many the compiler knows steps to be divisible."""
@@ -158,15 +159,15 @@ class Reader:
     labels: tuple[str, str]
     place: tuple[str, ...] = ()
 
-    def tile(self, masked: bool, padded: bool) -> str:
-        """The tile; `masked` where rows, `padded` where depths may lie beyond the end."""
+    def tile(self, masked: bool, piece: Piece) -> str:
+        """Some columns of the tile; `masked` where rows may lie beyond the end."""
         row, depth = self.labels
         if self.place:
             load = f"{self.base}.load([{', '.join(self.place)}])"
             return load if len(self.place) == 2 else f"{load}.reshape([BLOCK_{row.upper()}, BLOCK_{depth.upper()}])"
-        masks = [m for m, there in ((f"{row}_mask[:, None]", masked), (f"{depth}_mask[None, :]", padded)) if there]
+        masks = [m for m, there in ((f"{row}_mask[:, None]", masked), (f"{piece.mask}[None, :]", piece.padded)) if there]
         mask = f", mask={' & '.join(masks)}, other=0.0" if masks else ""
-        return f"tl.load({self.base} + offs_{row}[:, None] * {self.strides}_stride_{row} + offs_{depth}[None, :] * {self.strides}_stride_{depth}{mask})"
+        return f"tl.load({self.base} + offs_{row}[:, None] * {self.strides}_stride_{row} + {piece.offsets}[None, :] * {self.strides}_stride_{depth}{mask})"
 
 
 def place_of(index: Sequence[Expr], own: tuple[str, str], label: str, text: Callable[[Expr], str]) -> tuple[str, ...]:

@@ -22,7 +22,10 @@ HOPPER: Table = (
     (256, ((128, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
 LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048, True), 128: ((128, 64, 4, 2), 0, False)}
-"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles and rows or columns be read)."""
+"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles, rows or columns be read and scores
+take more than `FEW` operations)."""
+FEW = 2
+"""With three, a soft cap or a mask after softmax, the larger tile spills 112 to 368 bytes, and a soft cap takes 2.39 ms for 1.87."""
 PAIRED_HOPPER: Table = ((128, ((128, 64, 8, 4), (128, 64, 8, 3))),)
 """Where a float for every score comes by descriptor."""
 PAIRED_MAPPED: Table = ((128, ((64, 64, 4, 2),)),)
@@ -51,7 +54,7 @@ SPLIT_NARROW: Table = (*SPLIT[:2], (256, ((32, 32, 4, 1), (16, 32, 8, 1), (16, 1
 SPLIT_HOPPER: Table = (
     (64, ((64, 32, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((128, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
 TF32: Table = (
     (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
@@ -60,8 +63,8 @@ TF32: Table = (
 )
 TF32_HOPPER: Table = (
     (64, ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
 
 # ---- backward
@@ -104,37 +107,51 @@ BACKWARD_FLOAT32: Table = (
     (128, ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
     (256, ((16, 16, 8, 1), (16, 16, 4, 1))),
 )
-KEYS_SPLIT_HOPPER: Table = (
-    (64, ((32, 128, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), *_SMALLEST)),
-    (128, ((32, 128, 8, 1), (16, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
-    (256, ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
-)
+KEYS_SPLIT_HOPPER: Table = ((64, ((32, 128, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), *_SMALLEST)),)
 QUERIES_SPLIT_HOPPER: Table = (
     (64, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), *_SMALLEST)),
-    (128, ((128, 32, 8, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((64, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+    (128, ((64, 32, 4, 1), (64, 16, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((64, 64, 8, 1), (64, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
 )
 KEYS_TF32_HOPPER: Table = (
     (64, ((64, 128, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), *_SMALLEST)),
     (128, ((32, 128, 8, 1), (32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
-    (256, ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
 )
 QUERIES_TF32_HOPPER: Table = (
     (64, ((128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1), *_SMALLEST)),
-    (128, ((128, 64, 8, 1), (128, 32, 8, 1), (64, 32, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
-    (256, ((64, 16, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+    (128, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((64, 64, 8, 1), (64, 32, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
 )
-TILES_FLOAT32_HOPPER: Table = (
+TILES_SPLIT_HOPPER: Table = (
     (64, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), *_SMALLEST)),
-    (128, ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
     (256, ((128, 32, 8, 1), (64, 32, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
 )
+TILES_TF32_HOPPER: Table = ((256, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), *_SMALLEST)),)
 BACKWARD_FLOAT32_HOPPER: dict[tuple[str, str], Table] = {
     ("bf16x6", "keys"): KEYS_SPLIT_HOPPER, ("tf32", "keys"): KEYS_TF32_HOPPER,
     ("bf16x6", "queries"): QUERIES_SPLIT_HOPPER, ("tf32", "queries"): QUERIES_TF32_HOPPER,
-    ("bf16x6", "tiles"): TILES_FLOAT32_HOPPER, ("tf32", "tiles"): TILES_FLOAT32_HOPPER,
+    ("bf16x6", "tiles"): TILES_SPLIT_HOPPER, ("tf32", "tiles"): TILES_TF32_HOPPER,
 }
 """By how products are taken, and the kind of the kernel."""
+
+Shapes = tuple[Shape, ...]
+APART_HOPPER: dict[str, dict[int, tuple[Shapes, Shapes]]] = {
+    "half": {256: (((64, 64, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
+                   ((64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)))},
+    "bf16x6": {128: (((32, 128, 8, 1), (16, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1)), ((32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+               256: (((32, 64, 8, 1), (16, 64, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)), ((32, 128, 8, 1), (32, 64, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)))},
+    "tf32": {256: (((32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+                   ((64, 128, 8, 1), (32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)))},
+}
+"""Where the gradients of keys and of values have a kernel each, on Hopper: their shapes, by how products are taken and padded head dimension. The
+scores are computed twice, by tiles that one kernel of both has no registers for: a fifth faster for half types at 256."""
+PIECES_HOPPER: dict[str, dict[str, int]] = {
+    "bf16x6": {"forward": 128, "queries": 128, "keys": 256, "tiles": 128},
+    "tf32": {"forward": 128, "queries": 128, "keys": 128, "tiles": 128},
+}
+"""From which padded head dimension on products of float32 operands take it in pieces, on Hopper: by how they are taken, and what the kernel walks."""
+PIECE = 64
+"""Columns of a piece: no fewer, see `plan_forward.LEAST_VALUE_WIDTH`."""
 
 MEASURED = (HOPPER, KEYS_HOPPER, QUERIES_HOPPER)
 """Whose order is that of measurements, on Hopper."""

@@ -100,7 +100,7 @@ def present(device: torch.device) -> Device:
 @dataclass(frozen=True)
 class Tile:
     """Rows of queries, rows of keys, padded depths of query·key and of value, and how many threads and buffers work on them; what registers a
-    thread may have, 0 for as many as there are."""
+    thread may have, 0 for as many as there are; how many columns of a depth a product takes at a time, 0 for all."""
 
     block_m: int
     block_n: int
@@ -109,6 +109,11 @@ class Tile:
     warps: int
     stages: int
     most_registers: int = 0
+    piece: int = 0
+
+    def columns(self, depth: int) -> int:
+        """How many of the columns of a depth are on their way at a time."""
+        return min(depth, self.piece) if self.piece else depth
 
 
 def padded(length: int) -> int:

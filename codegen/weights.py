@@ -75,9 +75,9 @@ class Weights(Recomputed):
         self._columns(w, masked)
         dtype = self.types.score
         if "dot" in depends(self.chain.inside if inside else self.chain.score):
-            w.line(f"k = {self.readers['k'].tile(masked, self.d_padded)}{self._cast(self.spec.key, dtype)}")
+            self._fetch(w, "k", self.readers["k"], masked, self._cast(self._dtype(self.spec.key), dtype))
             w.extend(body.moving)
-            w.line(f"qk = tl.dot(q, tl.trans(k){self._precise(dtype)})")
+            self._along(w, "qk", "q", "k", "", self._precise(dtype))
         else:
             w.extend(body.moving)
         w.extend(lines)

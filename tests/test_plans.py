@@ -31,7 +31,7 @@ from tests import specs
 from tests.specs import BY_NAME, CASES, SCALED, b0, b1, i, j
 
 KEYS, QUERIES = Job("keys", key=True, value=True), Job("queries", query=True)
-JOBS: dict[str, Job | None] = {"forward": None, "keys": KEYS, "queries": QUERIES}
+KINDS = ("forward", "keys", "values", "queries")
 
 # (kernel, head dimension, causal) → the planner's choice, the fastest or within a twentieth of it, and its milliseconds on an H200: "causal" and
 # "full" of bench/results/ranking.csv (bfloat16, 4096 tokens, 2048 columns, batch 4).
@@ -41,12 +41,10 @@ MEASURED: dict[tuple[str, int, bool], tuple[tuple[int, int, int, int], float]] =
     ("forward", 256, True): ((128, 64, 8, 2), 0.671), ("forward", 256, False): ((128, 64, 8, 2), 1.044),
     ("keys", 64, True): ((64, 64, 4, 3), 1.236), ("keys", 64, False): ((64, 64, 4, 3), 2.336),
     ("keys", 128, True): ((64, 64, 4, 2), 1.003), ("keys", 128, False): ((64, 64, 4, 2), 1.795),
-    ("keys", 256, True): ((64, 64, 8, 2), 1.826), ("keys", 256, False): ((64, 64, 8, 2), 3.228),
+    ("keys", 256, True): ((64, 64, 4, 2), 0.807), ("values", 256, True): ((64, 128, 8, 2), 0.497),
     ("queries", 64, True): ((64, 64, 4, 3), 0.757), ("queries", 64, False): ((64, 64, 4, 2), 1.302),
     ("queries", 128, True): ((64, 64, 4, 2), 0.770), ("queries", 128, False): ((64, 64, 4, 2), 1.375),
 }
-SPILLING = {("keys", 256, True), ("keys", 256, False)}
-"""Of which the model knows nothing: they take twice the predicted time."""
 
 
 def choices(kind: str, width: int, causal: bool) -> tuple[Choice, ...]:
@@ -56,9 +54,11 @@ def choices(kind: str, width: int, causal: bool) -> tuple[Choice, ...]:
 
 
 def offered(kind: str, spec: AttentionSpec, request: Request, card: Device) -> tuple[Choice, ...]:
-    """What the planner of a kernel offers."""
-    job = JOBS[kind]
-    return plan_backward.choices(spec, request, card, job) if job else plan_forward.choices(spec, request, card)
+    """What the planner of a kernel offers; that of the values is a kernel of its own or that of the keys."""
+    if kind == "forward":
+        return plan_forward.choices(spec, request, card)
+    queries, *keys = sorted(plan_backward.arranged(spec, request, card, (KEYS, QUERIES)), key=lambda j: (j.kind == "keys", not j.key))
+    return plan_backward.choices(spec, request, card, {"queries": queries, "keys": keys[0], "values": keys[-1]}[kind])
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
@@ -76,7 +76,7 @@ def test_what_was_measured_is_chosen_and_predicted(case: tuple[str, int, bool]) 
         seconds = {p.name: p for p in predict.backward(spec, shape.sizes, held, [True] * 3, card)}[kind].expected
     assert seconds is not None
     ratio = seconds * 1e3 / measured
-    assert 0.8 < ratio < 1.3 or case in SPILLING and ratio < 0.7, f"predicted {seconds * 1e3:.3f} ms, measured {measured:.3f}"
+    assert 0.8 < ratio < 1.3, f"predicted {seconds * 1e3:.3f} ms, measured {measured:.3f}"
 
 
 def test_reasons_say_where_the_order_comes_from() -> None:
@@ -169,14 +169,15 @@ def test_few_programs_get_smaller_tiles() -> None:
     assert few.block_m * few.block_n <= many.block_m * many.block_n
 
 
-# (kernel, head dimension, how products are taken) → the shape that was the fastest on an H200, or within 12 % of it without spills: bench/NOTES.md
+# (kernel, head dimension, how products are taken) → the shape that was the fastest on an H200, or spills nothing and is near it: bench/NOTES.md
 EXACT: dict[tuple[str, int, str], tuple[int, int, int, int]] = {
     ("forward", 64, "bf16x6"): (64, 32, 4, 1), ("keys", 64, "bf16x6"): (32, 128, 8, 1), ("queries", 64, "bf16x6"): (128, 64, 8, 1),
-    ("forward", 128, "bf16x6"): (128, 64, 8, 1), ("keys", 128, "bf16x6"): (32, 128, 8, 1), ("queries", 128, "bf16x6"): (128, 32, 8, 1),
-    ("forward", 256, "bf16x6"): (64, 32, 4, 1), ("keys", 256, "bf16x6"): (32, 16, 8, 1), ("queries", 256, "bf16x6"): (64, 16, 4, 1),
+    ("forward", 128, "bf16x6"): (128, 64, 8, 1), ("keys", 128, "bf16x6"): (32, 128, 8, 1), ("queries", 128, "bf16x6"): (64, 32, 4, 1),
+    ("values", 128, "bf16x6"): (32, 64, 4, 1), ("values", 256, "bf16x6"): (32, 128, 8, 1), ("values", 256, "tf32"): (64, 128, 8, 1),
+    ("forward", 256, "bf16x6"): (128, 32, 8, 1), ("keys", 256, "bf16x6"): (32, 64, 8, 1), ("queries", 256, "bf16x6"): (64, 64, 8, 1),
     ("forward", 64, "tf32"): (128, 64, 4, 1), ("keys", 64, "tf32"): (64, 128, 8, 1), ("queries", 64, "tf32"): (128, 32, 4, 2),
-    ("forward", 128, "tf32"): (128, 32, 8, 3), ("keys", 128, "tf32"): (32, 128, 8, 1), ("queries", 128, "tf32"): (128, 64, 8, 1),
-    ("forward", 256, "tf32"): (128, 32, 8, 1), ("keys", 256, "tf32"): (32, 32, 8, 1), ("queries", 256, "tf32"): (64, 16, 4, 1),
+    ("forward", 128, "tf32"): (128, 64, 8, 1), ("keys", 128, "tf32"): (32, 128, 8, 1), ("queries", 128, "tf32"): (128, 64, 8, 1),
+    ("forward", 256, "tf32"): (128, 64, 8, 1), ("keys", 256, "tf32"): (32, 64, 4, 1), ("queries", 256, "tf32"): (64, 64, 8, 1),
 }
 
 
@@ -189,7 +190,10 @@ def exact(kind: str, width: int, precision: str, name: str = "h200", tokens: int
 
 @pytest.mark.parametrize("kind, width, precision", EXACT, ids=str)
 def test_float32_on_hopper_has_shapes_of_its_own(kind: str, width: int, precision: str) -> None:
-    assert exact(kind, width, precision).shape == EXACT[kind, width, precision]
+    plan = exact(kind, width, precision)
+    assert plan.shape == EXACT[kind, width, precision]
+    whole = width == 64 or (width, precision) == (128, "bf16x6") and kind in ("keys", "values")
+    assert plan.piece == (0 if whole else 64)
     elsewhere = exact(kind, width, precision, "a100")
     assert max(elsewhere.block_m, elsewhere.block_n) <= 64
 
@@ -208,7 +212,7 @@ def test_large_tiles_of_float32_want_enough_work(kind: str, precision: str) -> N
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_under_a_map_no_tile_is_larger_than_the_maps(kind: str, dtype: str) -> None:
     """Nor is one cut to it: half of a tile for eight warps is not what was measured for four."""
     for width, card in itertools.product((64, 128, 256), map(device, ("a100", "h200", "b200"))):
