@@ -14,7 +14,7 @@ import math
 
 from ..program import WEIGHT, Expr, const, depends, substitute, walk
 from ..ranges import Bound, analyse
-from ..spec import Access, AttentionSpec
+from ..spec import AttentionSpec
 from . import listed
 from .emission import Emission, Kernel, words
 from .exponent import LN2, LOG2E, foldable, scale_of, unfilled

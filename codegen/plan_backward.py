@@ -25,6 +25,8 @@ _ROW_ELEMENTS = 8192
 """Elements of the result that one program of the row kernel takes."""
 _LEAST_WIDTH = 64
 """On Hopper, of query, key and value tiles alike: see `plan_forward.LEAST_VALUE_WIDTH`; here every one of them is read both ways round."""
+_LONG = 8
+"""Operations a score with which the kernel of the keys spills 176 bytes and more."""
 _THREE_BLOCKS = 168
 """Registers a thread with which three blocks of 128 threads share a processor's 65536."""
 
@@ -91,18 +93,8 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
     """Every plan of a kernel that walks tiles with its predicted cost, the preferred one first; at least the smallest tile, whether it fits
     or not. `inspected` is as of `plan_forward.choices`."""
     work = work_for(spec, request, device, job)
-    table, limit, row = _row(spec, request, device, job)
-    width, shapes = max(work.block_d, work.block_e), list(row)
-    if table is tables.QUERIES_HOPPER and not analyse(spec).bounds and spec.tiles is None and (limit == 64 or gathers(spec) or not tile_loads(spec)):
-        shapes.insert(0, tables.QUERIES_FULL[limit])
-    shapes = list(within_map(spec, shapes))
-    if job.kind == "diagonals":
-        shapes = [s for s in shapes if s[0] == s[1]]
-    if device.unit == "wgmma" and work.times > 1:
-        shapes = [s for s in shapes if _fills(job, s, request, device)] or shapes
-    elif gathers(spec) or table is tables.QUERIES_AMPERE and limit == 64 and _is_padded(request, work):
-        shapes = shapes[1:]             # addresses that are read, and masks of the depth, fill registers
-    listed = []
+    table, shapes = _shapes(spec, request, device, job, work)
+    width, listed = max(work.block_d, work.block_e), []
     if table is tables.TILES_HOPPER and job.kind == "tiles" and width in tables.TILES_TWICE and spec.tiles is None:
         shape, registers = tables.TILES_TWICE[width]
         listed = space.twice(_plan(spec, request, device, work, shape, job, ()), registers, work, device)
@@ -112,6 +104,26 @@ def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, ins
         listed.append(_plan(spec, request, device, work, (16, 16, 4, 1), job, ()))
     measured = table in tables.MEASURED and device.unit == "wgmma" and as_measured(spec, request)
     return space.ranked(work, request, device, listed, measured, lambda shape: _plan(spec, request, device, work, shape, job, ()), inspected)
+
+
+def _shapes(spec: AttentionSpec, request: Request, device: Device, job: Job, work: Work) -> tuple[Table, list[Shape]]:
+    """The table of a kernel's shapes, and those of them that suit the call."""
+    table, limit, row = _row(spec, request, device, job)
+    shapes = list(row)
+    full = not analyse(spec).bounds and spec.tiles is None and not (limit == 256 and job.captured)
+    if table is tables.QUERIES_HOPPER and full and (limit == 64 or gathers(spec) or not tile_loads(spec)):
+        shapes.insert(0, tables.QUERIES_FULL[limit])
+    shapes = list(within_map(spec, shapes))
+    if job.kind == "diagonals":
+        shapes = [s for s in shapes if s[0] == s[1]]
+    if device.unit == "wgmma" and work.times > 1:
+        return table, [s for s in shapes if _fills(job, s, request, device)] or shapes
+    crowded = gathers(spec)                     # addresses that are read fill registers
+    if table is tables.KEYS_HOPPER and limit == 128:
+        crowded |= _computes_much(work)
+    if table is tables.QUERIES_AMPERE and limit == 64:
+        crowded |= _is_padded(request, work)    # and so do masks of the depth
+    return table, shapes[1:] if crowded else shapes
 
 
 def work_for(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Work:
@@ -128,6 +140,11 @@ def _fills(job: Job, shape: Shape, request: Request, device: Device) -> bool:
     own, length = (shape[1], request.keys) if job.kind == "keys" else (shape[0], request.queries)
     programs = request.batch * math.ceil(length / own) if job.kind != "tiles" else device.processors      # of scores there are more
     return own <= 64 or length > 64 and programs >= device.processors
+
+
+def _computes_much(work: Work) -> bool:
+    """Whether the kernel of the keys would spill hundreds of bytes in its first shape: by two random numbers a score, or a long program."""
+    return work.draws > 1 or work.operations >= _LONG
 
 
 def _is_padded(request: Request, work: Work) -> bool:

@@ -10,7 +10,7 @@ from ..ranges import analyse
 from ..spec import AttentionSpec
 from . import space, tables
 from .estimate import Work
-from .plan import HALF, KernelPlan, Request, as_measured, gathers, products, piece_of, reads_by_descriptor, tile_loads, within_map, work_of
+from .plan import HALF, KernelPlan, Request, as_measured, gathers, is_simple, products, piece_of, reads_by_descriptor, tile_loads, within_map, work_of
 from .reads import described_pairs
 from .space import Choice
 from .tables import Shape, Table
@@ -48,7 +48,7 @@ def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bo
     limit, shapes = tables.rows(table, width)
     if table is tables.HOPPER and limit in tables.LARGER_HOPPER and not tile_loads(spec) and not spec.dropouts and spec.tiles is None:
         larger, keys, bounded = tables.LARGER_HOPPER[limit]
-        plain = bounded or not (analyse(spec).bounds or work.held.rows or work.held.columns or work.operations > tables.FEW)
+        plain = bounded or is_simple(spec) and not (analyse(spec).bounds or work.held.rows or work.held.columns)
         if request.keys >= keys and plain:
             shapes = (larger, *shapes)
     paired = table is tables.HOPPER and bool(described_pairs(spec, request.described)) and not spec.dropouts

@@ -22,10 +22,8 @@ HOPPER: Table = (
     (256, ((128, 64, 8, 2), (64, 64, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1))),
 )
 LARGER_HOPPER: dict[int, tuple[Shape, int, bool]] = {64: ((64, 128, 4, 2), 2048, True), 128: ((128, 64, 4, 2), 0, False)}
-"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles, rows or columns be read and scores
-take more than `FEW` operations)."""
-FEW = 2
-"""With three, a soft cap or a mask after softmax, the larger tile spills 112 to 368 bytes, and a soft cap takes 2.39 ms for 1.87."""
+"""What is faster still while the programs are plain: (shape, from how many keys on, whether bounds may cut tiles, rows or columns be read, and
+programs do more than `plan.is_simple` allows)."""
 PAIRED_HOPPER: Table = ((128, ((128, 64, 8, 4), (128, 64, 8, 3))),)
 """Where a float for every score comes by descriptor."""
 PAIRED_MAPPED: Table = ((128, ((64, 64, 4, 2),)),)
@@ -137,7 +135,7 @@ BACKWARD_FLOAT32_HOPPER: dict[tuple[str, str], Table] = {
 Shapes = tuple[Shape, ...]
 APART_HOPPER: dict[str, dict[int, tuple[Shapes, Shapes]]] = {
     "half": {256: (((64, 64, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
-                   ((64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)))},
+                   ((64, 128, 8, 2), (64, 64, 8, 1), (64, 64, 4, 2), (32, 32, 8, 1), (16, 16, 4, 1)))},
     "bf16x6": {128: (((32, 128, 8, 1), (16, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1)), ((32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
                256: (((32, 64, 8, 1), (16, 64, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)), ((32, 128, 8, 1), (32, 64, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)))},
     "tf32": {256: (((32, 64, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
