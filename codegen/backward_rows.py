@@ -27,7 +27,7 @@ class Rows(Recomputed):
         self._depths(w, "e")
 
     def _load_query(self, query: Writer, bases: Writer) -> None:
-        piece, = self.pieces["e"]
+        (piece,) = self.pieces["e"]
         query.gap("delta: what the gradients of a row's scores have to lose to add up to nothing")
         for name, tensor in (("o", "out"), ("do", "grad_out")):
             terms = self._row_strides(tensor, tensor)

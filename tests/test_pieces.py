@@ -23,7 +23,7 @@ from tests.specs import BY_NAME, Shape
 INSIDE = launch.interpreting()
 interpreted = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter, in a process of its own")
 NAMED = ("plain", "causal_padding_min", "bias_per_head", "rows_and_columns", "dropout", "grouped", "sinks", "gate", "gathered", "repaired_sinks",
-         "scale_tensor", "alibi_causal")
+         "scale_tensor", "alibi_causal", "wrapping_index")
 KEYS_VALUES = Job("keys", key=True, value=True)
 poisoned_gradients, poisoned_results, poisoned_weights = (m.poisoned for m in (test_codegen_backward, test_codegen_numbers, test_codegen_weights))
 
