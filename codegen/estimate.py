@@ -58,6 +58,8 @@ _REGISTERS_TENSOR: dict[Sweep, tuple[float, float, float, float, float]] = {
     "forward": (45, 0.7, 1.8, 0.0, 0.5), "keys": (50, 0.8, 3.0, 0.0, 0.3), "queries": (50, 0.5, 3.0, 0.0, 0.3), "tiles": (40, 1.0, 2.0, 0.0, 0.0)}
 _REGISTERS_AMD = (85.0, 1.2, 5.0, 1.0, 2.7)
 _REGISTERS_SPLIT = (98.0, 0.0, 1.4, 4.1, 2.7)
+_REGISTERS_SPLIT_WIDE = (60.0, 1.5, 2.0, 0.0, 2.7)
+"""Of operands in parts where products read those that are kept in shared memory, on Hopper; good to about 80."""
 _POINTERS = 35
 """Registers of the addresses of a tile that products of shared memory would not need."""
 _UNEVEN = 50
@@ -112,7 +114,8 @@ def registers(work: Work, tile: Tile, unit: Unit, lanes: int) -> int:
     own = n if work.kind == "keys" else m
     wide = unit in ("wgmma", "tcgen05") and own >= 64
     held, reads = work.held, work.held.reads > 0
-    base, sums, scores, kept, moving = (_REGISTERS_AMD if unit == "mfma" else _REGISTERS_SPLIT if held.split else
+    base, sums, scores, kept, moving = (_REGISTERS_AMD if unit == "mfma" else _REGISTERS_SPLIT_WIDE if held.split and wide and unit == "wgmma" else
+                                          _REGISTERS_SPLIT if held.split else
                                           _REGISTERS_TENSOR[work.kind] if wide and unit == "tcgen05" else _REGISTERS[wide, work.kind])
     totals = {"forward": m * e, "queries": m * d, "keys": n * (held.key * d + held.value * e), "tiles": m * n}[work.kind]
     still = {"forward": m * d, "queries": m * (d + e), "keys": n * (d + held.key * e), "tiles": 0}[work.kind]
