@@ -34,7 +34,7 @@ KEYS, QUERIES = Job("keys", key=True, value=True), Job("queries", query=True)
 KINDS = ("forward", "keys", "values", "queries")
 
 # (kernel, head dimension, causal) → the planner's choice, the fastest or within a twentieth of it, and its milliseconds on an H200: "causal" and
-# "full" of bench/results/ranking.csv (bfloat16, 4096 tokens, 2048 columns, batch 4).
+# "full" of bench/results/ranking.csv (bfloat16, 4096 tokens, 2048 columns, batch 4), for keys and values at 256 of bench/NOTES.md.
 MEASURED: dict[tuple[str, int, bool], tuple[tuple[int, int, int, int], float]] = {
     ("forward", 64, True): ((64, 128, 4, 2), 0.658), ("forward", 64, False): ((64, 128, 4, 2), 1.153),
     ("forward", 128, True): ((64, 64, 4, 3), 0.579), ("forward", 128, False): ((128, 64, 4, 2), 1.198),
