@@ -436,3 +436,20 @@ def test_attentions_that_read_one_bias_follow_one_another() -> None:
     assert order((b1, i, j), (b0, i, j)) == order((b0, b1, i, j)) == ("b0", "b1")
     assert order((b1, apply("sub", i, j))) == ("b0", "b1")             # a table by distance
     assert order((b0, j), (b1, i, j)) == ("b1", "b0")                  # padding is small
+
+
+@pytest.mark.parametrize("name, first", [("powers", (32, 64, 4, 2)), ("dropout_twice", (32, 64, 4, 2)), ("softcap_causal", (64, 64, 4, 2)),
+                                         ("dropout", (64, 64, 4, 2)), ("quotients", (64, 64, 4, 2))])
+def test_keys_of_long_programs_take_smaller_tiles(name: str, first: tuple[int, int, int, int]) -> None:
+    """Eight operations a score, or two random numbers; not six operations, a function, one number."""
+    card, spec = device("h200"), BY_NAME[name].spec("bfloat16")
+    request = predict.assumed(*half(head_dim=128), card)
+    assert offered("keys", spec, request, card)[0].plan.shape == first
+
+
+@pytest.mark.parametrize("name, larger", [("plain", True), ("alibi", True), ("prefix", True), ("scale_by_depth", True), ("softcap", False),
+                                          ("mask_after", False), ("modular", False), ("rows_and_columns", False)])
+def test_the_largest_forward_tile_is_for_simple_programs(name: str, larger: bool) -> None:
+    card = device("h200")
+    request = predict.assumed(*half(head_dim=128), card)
+    assert (offered("forward", BY_NAME[name].spec("bfloat16"), request, card)[0].plan.shape == (128, 64, 4, 2)) == larger
