@@ -4,7 +4,7 @@ Each kernel owns what it writes, so that every run gives the same bits:
 
 * rows (`backward_rows`): delta = Σ_e grad_out · out for each row (the weight program is linear in the weight), the row's normaliser, and
   which queries saw no allowed key;
-* keys (`backward_keys`): one program a tile of keys, looping over the queries that can see them: dK and dV;
+* keys (`backward_keys`): one program a tile of keys, looping over the queries that can see them: dK and dV, or one of them;
 * queries (`backward_queries`): one program a tile of queries, looping over keys as forward does: dQ;
 * tiles (`backward_tiles`): one program a tile of scores, for the gradient of a bias that several sequences or heads share;
 * diagonals (`backward_diagonals`): one program a block diagonal of scores, for that of what is read by the distance of key and query.

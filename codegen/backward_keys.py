@@ -1,4 +1,4 @@
-"""The emitter of the kernel of dK and dV: one program keeps a tile of keys and loops over the queries that can see them.
+"""The emitter of the kernels of dK and dV, of both or of one of them: one program keeps a tile of keys and loops over the queries that can see them.
 
 Tiles are transposed, [BLOCK_N, BLOCK_M], so that P and dS enter their products from registers. The bounds of `Ranges` are turned
 round: where forward asks which keys a query sees, this asks which queries see a key.

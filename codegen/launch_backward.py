@@ -79,12 +79,6 @@ def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequen
     return candidates(spec, request_for(spec, tensors, operands, sizes, device), device, job)
 
 
-def kernels(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,
-            needs: Sequence[bool]) -> tuple[Job, ...]:
-    """The kernels of a backward pass on a device; `tensors` as of `plans`."""
-    return arranged(spec, request_for(spec, tensors, operands, sizes, device), device, task(spec, operands, sizes, needs).jobs)
-
-
 def request_for(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int],
                 device: Device) -> Request:
     """What the planner may know of a call."""

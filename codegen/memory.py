@@ -112,11 +112,9 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
     if held.split:
         passing = _split(kind, tile, wide, loose, weights, unit)
     else:
-        passing = _passing(kind, loose, weights, wide)
-        if kind == "queries" and tile.piece:
-            passing -= min(loose.get("v", 0), weights)      # the values' last piece has left when the gradients come by
-        if kind == "keys" and whole:
-            passing = _turned(tile, held, moving, passing)
+        passing = _passing(kind, held, loose, weights, wide)
+        if kind == "keys" and whole and held.key and held.value:    # products read the right operand along its columns only: q and do, turned
+            passing += tile.block_m * tile.columns(max(tile.block_d, tile.block_e)) * held.qk
         if wide and unit == "tcgen05" and tile.stages > 1 and loose:
             passing = sum(loose.values()) * (4 if kind == "keys" else 3) // 2
     across = _across(kind, tile, held, wide, unit)
@@ -162,28 +160,17 @@ def _weights(kind: Sweep, tile: Tile, held: Contents, unit: Unit, wide: bool) ->
     return size if crowded else 0
 
 
-def _passing(kind: Sweep, loose: dict[str, int], weights: int, wide: bool) -> int:
-    """Bytes of what lives within one step: buffers of what is not staged, and the weights."""
+def _passing(kind: Sweep, held: Contents, loose: dict[str, int], weights: int, wide: bool) -> int:
+    """Bytes of what lives within one step: buffers of what is not staged, and the weights. What only one product takes leaves its place at once."""
     if kind == "forward":
         return max(loose.get("k", 0), loose.get("v", 0) + weights)
     if not loose:
         return weights
-    if wide:
-        return sum(loose.values()) + weights
     if kind == "queries":
-        return loose.get("k", 0) + max(*loose.values(), weights)
-    return sum(loose.values()) + max(*loose.values(), weights)
-
-
-def _turned(tile: Tile, held: Contents, moving: dict[str, int], passing: int) -> int:
-    """The same for keys on Hopper in TF32, whose products read the right operand along its columns only: queries and the result's gradient are
-    turned. Of pieces one at a time, and what only one product takes leaves its place at once."""
-    if not tile.piece:
-        return passing + max(moving.values())
+        return loose.get("k", 0) + max(*((loose.get("v", 0),) if wide else loose.values()), weights)
     if not held.key:
-        return max(moving.values())
-    some = tile.block_m * tile.columns(max(tile.block_d, tile.block_e)) * held.qk
-    return passing + (some if held.value else 0)
+        return max(*loose.values(), weights) if wide else max(loose.values()) + weights
+    return sum(loose.values()) + (weights if wide else max(*loose.values(), weights))
 
 
 def _split(kind: Sweep, tile: Tile, wide: bool, loose: dict[str, int], weights: int, unit: Unit) -> int:

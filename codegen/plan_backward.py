@@ -177,9 +177,6 @@ def _plan(spec: AttentionSpec, request: Request, device: Device, work: Work, sha
         shared += 4 * block_m * block_n         # what was read at the scores may wait beside queries and keys for their product
     most = 0
     narrow = max(work.block_d, work.block_e) <= 64 and work.times == 1 and not _is_padded(request, work)
-    if job.kind == "queries" and work.times == 2 and spec.dropouts and device.unit == "wgmma":
-        most = device.registers
-        reasons = (*reasons, "no third block at the price of spilled registers, as the assembler would have it")
     if job.kind == "queries" and device.asynchronous and spec.dropouts and warps == 4 and narrow:
         most = _THREE_BLOCKS
         reasons = (*reasons, f"at most {most} registers a thread, so that a processor holds three blocks: drawing for dropout would leave two")

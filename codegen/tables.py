@@ -2,17 +2,18 @@
 
 A row is (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …]) from the preferred shape to the smallest.
 
-* Hopper's first choices were within a tenth of the fastest of ten measured on an H200 (bench/results/ranking.csv), most of them the fastest.
-  That of dK and dV spills at 256 and is the fastest all the same. Their machine code was
+* Hopper's first choices were within a tenth of the fastest of ten measured on an H200 (bench/results/ranking.csv), most of them the fastest;
+  those of kernels of keys or of values alone were the fastest of four (bench/NOTES.md). Their machine code was
   inspected (tests/sass.py): there are no tiles of 32 keys beside 64 queries, no 32x64 for keys and no 64x32 for queries at 256,
   since products read wrong descriptors in them.
-* Hopper's of float32 were the fastest, or within 12 % of it and without spills, of about a dozen measured at each head dimension: bench/NOTES.md.
+* Hopper's of float32 were the fastest, or within a fifth of it and with fewer spills, of about a dozen measured at each head dimension: bench/NOTES.md.
 * Ampere's, and those of float32 elsewhere, were compiled without spilling, or with the few bytes that tests/test_compile_only.py tolerates, and not measured.
 """
 from __future__ import annotations
 
 Shape = tuple[int, int, int, int]
-Table = tuple[tuple[int, tuple[Shape, ...]], ...]
+Shapes = tuple[Shape, ...]
+Table = tuple[tuple[int, Shapes], ...]
 
 # ---- forward
 
@@ -132,7 +133,6 @@ BACKWARD_FLOAT32_HOPPER: dict[tuple[str, str], Table] = {
 }
 """By how products are taken, and the kind of the kernel."""
 
-Shapes = tuple[Shape, ...]
 APART_HOPPER: dict[str, dict[int, tuple[Shapes, Shapes]]] = {
     "half": {256: (((64, 64, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
                    ((64, 128, 8, 2), (64, 64, 8, 1), (64, 64, 4, 2), (32, 32, 8, 1), (16, 16, 4, 1)))},
@@ -155,6 +155,6 @@ MEASURED = (HOPPER, KEYS_HOPPER, QUERIES_HOPPER)
 """Whose order is that of measurements, on Hopper."""
 
 
-def rows(table: Table, width: int) -> tuple[int, tuple[Shape, ...]]:
+def rows(table: Table, width: int) -> tuple[int, Shapes]:
     """The row of a padded head dimension."""
     return next((limit, shapes) for limit, shapes in table if width <= limit)

@@ -10,8 +10,9 @@ import pytest
 import torch
 import triton
 
-from attnfuse.codegen import backward, backward_keys, backward_queries, emission, launch, launch_backward, offline, plan_forward
+from attnfuse.codegen import backward, backward_keys, backward_queries, emission, launch, launch_backward, offline, plan_backward, plan_forward
 from attnfuse.codegen.jobs import ROWS, Job
+from attnfuse.codegen.task import task
 from attnfuse.codegen.tiles import known
 from attnfuse.spec import AttentionSpec, dtype_of
 from tests.emitted import emitted_again
@@ -202,8 +203,8 @@ def test_backward_resources(name: str, dtype: str, depth: int, value_depth: int,
 def spills_of(name: str, depth: int, what: Job | None, shape: Shape4 = None, dtype: str = "bfloat16", **changes: int) -> int:
     """Bytes a thread that a kernel's first plan spills on Hopper, with another `shape` or other `changes`."""
     operands, sizes = meta(BY_NAME[name], dtype, depth)
-    spec, named = BY_NAME[name].spec(dtype), dict(zip(BY_NAME[name].spec(dtype).size_names, sizes, strict=True))
-    card, out = known("cuda", 90), operands[0]
+    spec, card, out = BY_NAME[name].spec(dtype), known("cuda", 90), operands[0]
+    named = dict(zip(spec.size_names, sizes, strict=True))
     plan = launch_backward.plans(spec, (out, out), operands, named, card, what)[0] if what else launch.plans(spec, operands, sizes, card)[0]
     if shape:
         plan = replace(plan, **dict(zip(("block_m", "block_n", "warps", "stages"), shape, strict=True)))
@@ -236,6 +237,24 @@ def test_in_pieces_float32_has_the_registers_it_needs() -> None:
     for depth, what, shape in ((128, None, None), (256, QUERIES, (64, 32, 8, 1))):
         pieces, whole = (spills_of("causal_inf", depth, what, shape, "float32", **changes) for changes in ({}, {"piece": 0}))
         assert whole >= 16 and 2 * pieces <= whole, (depth, pieces, whole)
+
+
+VALUES = Job("keys", value=True)
+
+
+@pytest.mark.parametrize("target, depth, what, shape", [
+    (("cuda", 90), 128, VALUES, (64, 64, 4, 1)), (("cuda", 90), 256, VALUES, (64, 64, 8, 1)), (("cuda", 90), 256, VALUES, (64, 128, 8, 1)),
+    (("cuda", 80), 128, VALUES, (32, 64, 8, 1)), (("cuda", 80), 64, VALUES, (32, 64, 4, 1)), (("cuda", 80), 256, VALUES, (32, 32, 8, 1)),
+    (("cuda", 100), 128, VALUES, (64, 64, 4, 1)), (("cuda", 90), 128, QUERIES, (64, 64, 8, 1)), (("cuda", 90), 256, QUERIES, (64, 64, 8, 1)),
+], ids=str)
+def test_what_one_product_takes_leaves_its_place(target: offline.Target, depth: int, what: Job, shape: tuple[int, int, int, int]) -> None:
+    """Shared memory of kernels in one stage, where nothing waits in a pipeline."""
+    operands, sizes = meta(BY_NAME["plain"], "bfloat16", depth)
+    spec, card = BY_NAME["plain"].spec("bfloat16"), known(*target)
+    named = dict(zip(spec.size_names, sizes, strict=True))
+    request = launch_backward.request_for(spec, (operands[0], operands[0]), operands, named, card)
+    plan = plan_backward._plan(spec, request, card, plan_backward.work_for(spec, request, card, what), shape, what, ())
+    assert near(offline.compile_backward(spec, sizes, operands, target, what, plan))
 
 
 def test_what_computes_much_takes_smaller_tiles() -> None:
@@ -294,7 +313,9 @@ def kernels(spec: AttentionSpec, operands: list[torch.Tensor], sizes: tuple[int,
     """The same for a spec, as a device runs them."""
     named = dict(zip(spec.size_names, sizes, strict=True))
     out = torch.empty([named[a] for a in spec.out_axes], dtype=dtype_of(spec.out_dtype), device="meta")
-    return launch_backward.kernels(spec, (out, out), operands, named, known(*target), [t.is_floating_point() for t in operands])
+    request = launch_backward.request_for(spec, (out, out), operands, named, known(*target))
+    wanted = task(spec, operands, named, [t.is_floating_point() for t in operands])
+    return plan_backward.arranged(spec, request, known(*target), wanted.jobs)
 
 
 @pytest.mark.slow

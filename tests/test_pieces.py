@@ -12,10 +12,11 @@ import torch
 
 from attnfuse.codegen import backward, forward, launch, launch_backward, launch_weights, plan_backward, plan_forward, predict
 from attnfuse.codegen.devices import device
-from attnfuse.codegen.jobs import Job, apart
+from attnfuse.codegen.jobs import Captured, Job, apart
 from attnfuse.codegen.pieces import NAMES, pieces
 from attnfuse.codegen.tiles import Tile, known
 from attnfuse.planning import Shape as Lengths, plan_text, spec_of
+from attnfuse.program import axis, load
 from tests import test_codegen_backward, test_codegen_numbers, test_codegen_weights
 from tests.interpreted import run_in_interpreter
 from tests.specs import BY_NAME, Shape
@@ -143,8 +144,8 @@ def test_which_kernels_are_apart() -> None:
 
 
 def test_what_is_read_for_each_key_stays_with_the_keys() -> None:
-    one = apart(Job("keys", key=True, value=True, captured=("read",)))  # type: ignore[arg-type]  # whatever it is
-    assert one == (Job("keys", key=True, captured=("read",)), Job("keys", value=True))  # type: ignore[arg-type]
+    read = Captured("score", load(3, (axis("j"),), "float"), "grad_bias")
+    assert apart(Job("keys", key=True, value=True, captured=(read,))) == (Job("keys", key=True, captured=(read,)), Job("keys", value=True))
     for whole in (Job("keys", key=True), Job("keys", value=True), Job("queries", query=True)):
         assert apart(whole) == (whole,)
 

@@ -15,7 +15,7 @@ from attnfuse import ops
 from attnfuse.codegen import fallback, launch, launch_backward, launch_weights, plan_backward, plan_forward, predict, space
 from attnfuse.codegen.devices import device
 from attnfuse.codegen.emission import start_order
-from attnfuse.codegen.jobs import Job
+from attnfuse.codegen.jobs import Captured, Job
 from attnfuse.codegen.memory import Contents, forward
 from attnfuse.codegen.plan import KernelPlan, Request
 from attnfuse.codegen.space import Choice
@@ -453,3 +453,11 @@ def test_the_largest_forward_tile_is_for_simple_programs(name: str, larger: bool
     card = device("h200")
     request = predict.assumed(*half(head_dim=128), card)
     assert (offered("forward", BY_NAME[name].spec("bfloat16"), request, card)[0].plan.shape == (128, 64, 4, 2)) == larger
+
+
+def test_queries_at_256_that_sum_for_rows_too_keep_the_smaller_tile() -> None:
+    card, spec = device("h200"), BY_NAME["rows_and_columns"].spec("bfloat16")
+    request = predict.assumed(*half(head_dim=256), card)
+    alone, both = (plan_backward.candidates(spec, request, card, Job("queries", query=True, captured=some))[0]
+                   for some in ((), (Captured("score", load(3, (i,), "float"), "grad_rows"),)))
+    assert (alone.block_m, alone.block_n) == (128, 64) and (both.block_m, both.block_n) == (128, 32)
