@@ -13,6 +13,8 @@ from .writer import Writer
 class Queries(Recomputed):
     """One emission of a kernel that owns tiles of queries, with forward's loops: of dQ and of captured reads by row."""
 
+    ordered = False         # its sums leave registers enough, and it would take 5 % more time
+
     def _load_query(self, query: Writer, bases: Writer) -> None:
         super()._load_query(query, bases)
         query.gap("load the gradient of the result, and what the rows are normalised by")

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +27,7 @@ RESERVED = (
     "safe_max alpha pid tile batch n_tiles start_m start_n offs_m offs_n offs_d offs_e m_mask n_mask d_mask e_mask last_m start stop "
     "full_start full_stop stop_tile place unseen n_partial n_left n_swept n_before n_run n_earlier n_beside step empty kept n_checked result n_queries n_keys "
     "stats_offset BLOCK_M BLOCK_N BLOCK_D BLOCK_E PIECE HEAD_DIM VALUE_DIM weights out_stride_m out_stride_e q_stride_m q_stride_d "
-    "k_stride_n k_stride_d v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following "
+    "k_stride_n k_stride_d v_stride_n v_stride_e q_desc k_desc v_desc list_ptr n_full n_alive n_listed next_n next_m following part "
     "i j d e").split() + [*HELPERS, *NAMES]
 
 
@@ -112,10 +114,12 @@ class Emission:
         reserved: names that the text uses itself.
         fixed: which vectors stay the same through the kernel's loop, as of `Programs`.
         pieces: of the head dimensions ``d`` and ``e``.
+        ordered: whether exact products with pieces are added up one after the other, by blocks of their own: see `pieces`.
     """
 
     reserved = RESERVED
     fixed: Literal["row", "column"] = "row"
+    ordered = True
 
     def __init__(self, spec: AttentionSpec, plan: KernelPlan) -> None:
         self.spec, self.plan = spec, plan
@@ -128,6 +132,9 @@ class Emission:
         self.pieces = {"d": pieces("d", plan.depth, plan.block_d, plan.piece), "e": pieces("e", plan.value_depth, plan.block_e, plan.piece)}
         self._late: dict[str, Callable[[Piece], str]] = {}
         """By role, of a tile that comes in pieces and was not read yet, the line that reads one."""
+        self._read: dict[str, Callable[[Piece], str]] = {}
+        """The same of one that a product did read."""
+        self._block_numbers = itertools.count(1)
 
     def name(self) -> str:
         """Of the generated function."""
@@ -245,6 +252,7 @@ class Emission:
     def _fetch(self, w: Writer, role: str, reader: Reader, masked: bool, cast: str = "") -> None:
         """Load a tile that moves: at once where it comes whole, else each piece just before the first product that takes it."""
         line = lambda piece: f"{role}{piece.suffix} = {reader.tile(masked, piece)}{cast}"
+        self._read.pop(role, None)
         first = self.pieces[ROLES[role][1]][0]
         if first.number is None:
             w.line(line(first))
@@ -256,21 +264,41 @@ class Emission:
         w.extend(self._late[role](piece) for role in roles if role in self._late)
         if piece == self.pieces[piece.axis][-1]:
             for role in roles:
-                self._late.pop(role, None)
+                if role in self._late:
+                    self._read[role] = self._late.pop(role)
 
     def _along(self, w: Writer, product: str, left: str, right: str, cast: str, options: str) -> None:
         """The product of two tiles along their head dimension, ``product = left · rightᵀ``; `cast` goes with `right`."""
         for piece in self.pieces[ROLES[left][1]]:
             self._arrive(w, piece, left, right)
-            added = f", {product}" if piece.number else ""
-            w.line(f"{product} = tl.dot({left}{piece.suffix}, tl.trans({right}{piece.suffix}{cast}){added}{options})")
+            text = f"{left}{piece.suffix}, tl.trans({right}{piece.suffix}{cast})"
+            if piece.number and self._in_order(piece, options):
+                w.line(f"part = tl.dot({text}{options})")
+                with self._block(w):
+                    w.line(f"{product} = {product} + part")
+                with w.block("else:"):          # which takes it too: what one block alone takes is computed there, and tiles that are kept with it
+                    w.line(f"{product} = part")
+            else:
+                w.line(f"{product} = tl.dot({text}{f', {product}' if piece.number else ''}{options})")
 
     def _onto(self, w: Writer, sums: str, weights: str, right: str, cast: str, options: str, scale: str = "") -> None:
         """The product with a tile along its rows, onto sums as wide as it: ``sums = sums · scale + weights · right``."""
+        again = self._read.get(right)
         for piece in self.pieces[ROLES[right][1]]:
             self._arrive(w, piece, right)
-            own = f"{sums}{piece.suffix}"
-            w.line(f"{own} = tl.dot({weights}, {right}{piece.suffix}{cast}, {own}{scale}{options})")
+            own, ordered = f"{sums}{piece.suffix}", self._in_order(piece, options)
+            with self._block(w) if ordered else nullcontext():
+                if ordered and again:           # what an earlier product read would wait in registers
+                    w.line(again(piece))
+                w.line(f"{own} = tl.dot({weights}, {right}{piece.suffix}{cast}, {own}{scale}{options})")
+
+    def _in_order(self, piece: Piece, options: str) -> bool:
+        """Whether the product with a piece is to be added up before the next one begins: where two wait for it registers suffice."""
+        return self.ordered and len(self.pieces[piece.axis]) > 2 and "bf16x6" in options
+
+    def _block(self, w: Writer) -> AbstractContextManager[None]:
+        """A block of its own, by a condition that always holds and of which the compiler does not know it: see `pieces`."""
+        return w.block(f"if n_keys != -{next(self._block_numbers)}:        # always")
 
     def _store_columns(self, w: Writer, name: str, row: str, value: str, piece: Piece) -> None:
         """Store a tile, or some columns of it, where rows and columns exist."""

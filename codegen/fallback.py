@@ -1,17 +1,23 @@
-"""From the plan that is preferred to one that runs: what a device or a compiler refuses costs that plan, never the call.
+"""From the plan that is preferred to one that runs, and without spilled registers: what a device or a compiler refuses costs that plan, never the call.
 
-    steps = Steps(plans)                            # the preferred one first
+    steps = Steps(plans, roomier)                   # the preferred one first
     result = steps.first_that_runs(attempt)         # the refused ones leave the list
+
+How many registers a kernel takes is known when it is compiled: `estimate` is good to about thirty, and the assembler changes from one version of
+Triton to the next. So a kernel that spills gives way when that is seen.
 """
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from .arguments import Unsupported
+from .autotune import capturing
+from .launcher import Usage, usages
 from .plan import KernelPlan
+from .space import TOLERATED
 
 T = TypeVar("T")
 log = logging.getLogger("attnfuse")
@@ -22,31 +28,81 @@ _REFUSALS = ("PassManager::run failed", "failed to translate module to LLVM IR",
 
 @dataclass
 class Steps:
-    """The plans of a kernel that were not refused yet, the preferred one first, and why the last one was."""
+    """The plans of a kernel that were not refused yet, the preferred one first, and why the last one was.
+
+    `roomier` gives those that may follow one that spills, as of `space.roomier`. What was `measured` may spill: it was the fastest.
+    """
 
     plans: list[KernelPlan]
+    roomier: Callable[[], Sequence[KernelPlan]] = tuple
     refusal: str = ""
+    measured: bool = False
 
     def first_that_runs(self, attempt: Callable[[KernelPlan], T]) -> T:
-        """What the first plan gives that is not refused; those that are, are not tried again.
+        """What the first plan gives that is not refused, or where its kernel spills a roomier one's. Those that are refused are not tried again.
 
         Raises:
             Unsupported: all of them are, now or at an earlier call.
         """
         while self.plans:
-            try:
-                return attempt(self.plans[0])
-            except Exception as problem:
-                if not refused(problem):
-                    raise
-                self.refusal = f"{type(problem).__name__}: {str(problem)[:200]}"
+            found = self._try(attempt, self.plans[0])
+            if isinstance(found, Refused):
+                self.refusal = found.why
                 log.info("the plan %s was refused: %s", self.plans.pop(0), self.refusal)
+                continue
+            result, usage = found
+            if not usage.spills or self.measured or capturing():
+                return result
+            return self._without_spills(attempt, result, usage)
         raise Unsupported(f"no plan of a kernel was accepted ({self.refusal})")
+
+    def _without_spills(self, attempt: Callable[[KernelPlan], T], result: T, usage: Usage) -> T:
+        """What the plan gives that spills least, of those tried until one is good enough; the preferred one gave `result`."""
+        preferred = best = last = self.plans[0]
+        least = usage.spills
+        for plan in self.roomier():
+            if not worth(plan, preferred, usage, least):
+                continue
+            found = self._try(attempt, plan)
+            if isinstance(found, Refused):
+                continue
+            last = plan
+            if found[1].spills < least:
+                best, result, least = plan, found[0], found[1].spills
+        if best is not preferred:
+            log.info("the plan %s spills %d bytes a thread: %s, which spills %d, is taken", preferred, usage.spills, best, least)
+            self.plans.insert(0, best)
+        return result if last is best else attempt(best)        # so that what was written last is its
+
+    @staticmethod
+    def _try(attempt: Callable[[KernelPlan], T], plan: KernelPlan) -> tuple[T, Usage] | Refused:
+        try:
+            with usages() as found:
+                return attempt(plan), max(found, key=lambda u: u.spills, default=Usage(0, 0))
+        except Exception as problem:
+            if not refused(problem):
+                raise
+            return Refused(f"{type(problem).__name__}: {str(problem)[:200]}")
 
     def prefer(self, winner: KernelPlan | None) -> None:
         """Put a plan that was measured in front."""
         if winner is not None:
-            self.plans = [winner, *(p for p in self.plans if p.shape != winner.shape)]
+            self.plans, self.measured = [winner, *(p for p in self.plans if p.shape != winner.shape)], True
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a plan was."""
+
+    why: str
+
+
+def worth(plan: KernelPlan, preferred: KernelPlan, usage: Usage, least: int) -> bool:
+    """Whether a roomier plan is to be tried where the preferred one's kernel takes what `usage` says and the best so far spills `least` bytes: smaller
+    tiles if that is more than is tolerated; the same with registers that it did not have at once, unless it was kept from them."""
+    if plan.shape != preferred.shape:
+        return least > TOLERATED
+    return usage.registers < plan.most_registers and (not preferred.most_registers or least > TOLERATED)
 
 
 def refused(problem: Exception) -> bool:

@@ -27,7 +27,7 @@ from .fallback import Steps
 from .forward import emit
 from .launcher import Launch, Together, contiguous, empty
 from .plan import KernelPlan, Request, tile_loads
-from .plan_forward import LARGEST_HEAD, candidates, choices
+from .plan_forward import LARGEST_HEAD, candidates, choices, roomier as roomier_plans
 from .reads import described, pairs, uneven
 from .space import class_of
 from .tiles import Device, present
@@ -130,6 +130,11 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     """
     check_supported(spec, operands, sizes)
     return candidates(spec, request_for(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), device), device)
+
+
+def roomier(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> tuple[KernelPlan, ...]:
+    """What is tried where the first of `plans` spills."""
+    return roomier_plans(spec, request_for(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), device), device)
 
 
 def request_for(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int], device: Device) -> Request:
@@ -240,10 +245,11 @@ def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: tuple
     offered = candidates(spec, request, entry)
     for plan in offered:
         emit(spec, plan)                # an index map that no kernel can follow shows here, before anything runs
+    steps = Steps(list(offered), lambda: roomier_plans(spec, request, entry))
     if not tuning.asked(spec) or not autotune.possible(device):
-        return _Ladder(spec, offered, sizes, operands).run
+        return _Ladder(spec, steps, sizes, operands).run
     ranked = [c.plan for c in choices(spec, request, entry)]
-    return _Ladder(spec, offered, sizes, operands, ranked, autotune.Key.of(spec, "", class_of_call(request, entry), entry.name)).run
+    return _Ladder(spec, steps, sizes, operands, ranked, autotune.Key.of(spec, "", class_of_call(request, entry), entry.name)).run
 
 
 def class_of_call(request: Request, device: Device) -> tuple[object, ...]:
@@ -279,14 +285,14 @@ def _allocate(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch
 
 
 class _Ladder:
-    """Plans in order of preference; one that the device turns out not to hold is left for the next, for good.
+    """Plans in order of preference; one that the device turns out not to hold, or that spills, is left for another, for good.
 
     `tuned` are the plans among which the fastest is looked for at the first call, none where nothing is to be timed.
     """
 
-    def __init__(self, spec: AttentionSpec, plans: tuple[KernelPlan, ...], sizes: tuple[int, ...],
+    def __init__(self, spec: AttentionSpec, steps: Steps, sizes: tuple[int, ...],
                  operands: Sequence[torch.Tensor], tuned: Sequence[KernelPlan] = (), key: autotune.Key | None = None) -> None:
-        self.spec, self.steps, self.sizes, self.tuned, self.key = spec, Steps(list(plans)), sizes, tuned, key
+        self.spec, self.steps, self.sizes, self.tuned, self.key = spec, steps, sizes, tuned, key
         self.call = recorded(operands, sizes)
         self.bound: Run | None = None
 

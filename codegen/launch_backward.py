@@ -7,6 +7,7 @@ they are added; what an index map does not reach stays zero.
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from .jobs import Captured, Job, axes_of
 from .launcher import Launch, Together, contiguous, empty
 from .owners import shared_axes
 from .plan import KernelPlan, Request
-from .plan_backward import arranged, candidates, choices
+from .plan_backward import arranged, candidates, choices, roomier as roomier_plans
 from .reads import described, pairs, uneven
 from .sums import Read
 from .task import Role, Task, task
@@ -79,6 +80,12 @@ def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequen
     return candidates(spec, request_for(spec, tensors, operands, sizes, device), device, job)
 
 
+def roomier(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,
+            job: Job) -> tuple[KernelPlan, ...]:
+    """What is tried where the first of `plans` spills."""
+    return roomier_plans(spec, request_for(spec, tensors, operands, sizes, device), device, job)
+
+
 def request_for(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int],
                 device: Device) -> Request:
     """What the planner may know of a call."""
@@ -120,9 +127,9 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
     entry = present(device)
     request = request_for(spec, (grad_out, out), operands, named, entry)
     wanted = replace(wanted, jobs=arranged(spec, request, entry, wanted.jobs))
-    offered = {job: candidates(spec, request, entry, job) for job in wanted.jobs}
-    for job, some in offered.items():
-        for plan in some:
+    offered = {job: Steps(list(candidates(spec, request, entry, job)), functools.partial(roomier_plans, spec, request, entry, job)) for job in wanted.jobs}
+    for job, steps in offered.items():
+        for plan in steps.plans:
             emit(spec, plan, job)      # what no kernel can follow shows here, before anything runs
     tuned: dict[Job, Tuned] = {}
     if tuning.asked(spec) and autotune.possible(device):
@@ -163,11 +170,11 @@ class _Backward:
     decides is worked out once: which buffers there are and how they become gradients."""
 
     def __init__(self, spec: AttentionSpec, sizes: tuple[int, ...], needs: tuple[bool, ...], wanted: Task,
-                 plans: Mapping[Job, tuple[KernelPlan, ...]], call: header.Call, device: torch.device,
+                 steps: Mapping[Job, Steps], call: header.Call, device: torch.device,
                  tuned: Mapping[Job, Tuned] | None = None) -> None:
         self.spec, self.sizes, self.needs, self.task, self.call, self.device = spec, sizes, needs, wanted, call, device
         self.named = dict(zip(spec.size_names, sizes, strict=True))
-        self.kernels = [_Kernel(job, Steps(list(plans[job])), (tuned or {}).get(job)) for job in wanted.jobs]
+        self.kernels = [_Kernel(job, steps[job], (tuned or {}).get(job)) for job in wanted.jobs]
         self.along = {c.label: kernel for kernel in self.kernels if kernel.job.kind == "diagonals" for c in kernel.job.captured}
         self.several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.rows = math.prod(self.named[b] for b in spec.batch)
@@ -252,7 +259,7 @@ class _Backward:
         """The buffer of a captured read; tiles that the kernel of the queries skips stay zero. For block diagonals it suits every plan."""
         along = self.along.get(one.label)
         if along is not None:
-            plans = [*along.steps.plans, *(along.tuned[0] if along.tuned else ())]
+            plans = [*along.steps.plans, *along.steps.roomier(), *(along.tuned[0] if along.tuned else ())]
             return self._place(one.label, (max(math.prod(self._diagonal_tiles(along.job, p.block_m)) for p in plans),), torch.float32)
         dtype = self.dtypes[one.operand] if one.label in self.direct else torch.float32
         shape = tuple(self.named[a] for a in axes_of(self.spec, one))

@@ -24,8 +24,8 @@ from .header import request_of
 from .jobs import WEIGHTS
 from .launch_backward import function, numbers
 from .launcher import Together
-from .plan import KernelPlan
-from .plan_forward import candidates, work_for
+from .plan import KernelPlan, Request
+from .plan_forward import candidates, roomier as roomier_plans, work_for
 from .reads import described, uneven
 from .tiles import Device, present
 
@@ -63,15 +63,27 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
         Unsupported: as of `launch.check_supported`.
     """
     launch.check_supported(spec, operands, sizes)
+    request = _request(spec, operands, sizes, device)
+    return _suiting(spec, request, device, candidates(spec, request, device))
+
+
+def roomier(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> tuple[KernelPlan, ...]:
+    """What is tried where the first of `plans` spills."""
+    request = _request(spec, operands, sizes, device)
+    return _suiting(spec, request, device, roomier_plans(spec, request, device))
+
+
+def _request(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> Request:
     named = dict(zip(spec.size_names, sizes, strict=True))
     out = allocate_weights(spec, sizes, torch.empty(0, device="meta"))
     wide = launch.is_wide(spec, operands, named, (out,))
     own = {"q": operands[spec.query.operand], "k": operands[spec.key.operand]}
-    request = request_of(spec, named, wide, launch.precision(device), described(spec, named, own), uneven(spec, own))
+    return request_of(spec, named, wide, launch.precision(device), described(spec, named, own), uneven(spec, own))
+
+
+def _suiting(spec: AttentionSpec, request: Request, device: Device, found: tuple[KernelPlan, ...]) -> tuple[KernelPlan, ...]:
+    """Those of forward's plans that suit this kernel, with its shared memory."""
     held = work_for(spec, request, device).held
-    found = candidates(spec, request, device)
-    if held.split and device.unit == "mma":     # tiles of keys of more than 16 KB, in three parts, spill 8 KB a thread
-        found = tuple(p for p in found if p.block_n * p.block_d <= 4096) or found[-1:]
     return tuple(replace(p, shared=max(p.shared, memory.weights(p.tile, held))) for p in found)
 
 
@@ -87,29 +99,31 @@ def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch
     if any(t.device != device for t in (stats, *(operands[n] for n in used))):
         raise Unsupported("the operands and the statistics are on different devices")
     if math.prod(named[a] for a in spec.weight_axes) == 0:
-        return _Ladder(spec, (), sizes, operands)
+        return _Ladder(spec, Steps([]), sizes, operands)
     if device.type != "cuda" and not launch.interpreting():
         raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")
-    offered = plans(spec, operands, sizes, present(device))
+    entry = present(device)
+    request = _request(spec, operands, sizes, entry)
+    offered = _suiting(spec, request, entry, candidates(spec, request, entry))
     for plan in offered:
         try:
             emit(spec, plan, WEIGHTS)   # what no kernel can follow shows here, before anything runs
         except ValueError as problem:
             raise Unsupported(f"a score or weight program that is not understood ({problem})") from problem
-    return _Ladder(spec, offered, sizes, operands)
+    return _Ladder(spec, Steps(list(offered), lambda: _suiting(spec, request, entry, roomier_plans(spec, request, entry))), sizes, operands)
 
 
 class _Ladder:
-    """One layout: plans in order of preference; one that the device turns out not to hold is left for the next, for good."""
+    """One layout: plans in order of preference; one that the device turns out not to hold, or that spills, is left for another, for good."""
 
-    def __init__(self, spec: AttentionSpec, plans: Sequence[KernelPlan], sizes: tuple[int, ...], operands: Sequence[torch.Tensor]) -> None:
-        self.spec, self.steps, self.sizes = spec, Steps(list(plans)), sizes
+    def __init__(self, spec: AttentionSpec, steps: Steps, sizes: tuple[int, ...], operands: Sequence[torch.Tensor]) -> None:
+        self.spec, self.steps, self.sizes = spec, steps, sizes
         self.named = dict(zip(spec.size_names, sizes, strict=True))
         self.call = launch.recorded(operands, sizes)
         self.device = operands[spec.query.operand].device
         self.several = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self.bound: Any = None
-        self.nothing = not plans            # there is no element to write
+        self.nothing = not steps.plans      # there is no element to write
 
     def run(self, operands: Sequence[torch.Tensor], stats: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
         """Launch; on the first call climb down until a plan is taken."""

@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +30,27 @@ _MOST_CALLS = 8192
 """About 2 KB each and kernel."""
 
 _on_the_current_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # type: ignore[attr-defined]
+
+
+class Usage(NamedTuple):
+    """What a compiled kernel takes of each thread: registers, and bytes of those that it spills."""
+
+    registers: int
+    spills: int
+
+
+_watching: ContextVar[list[Usage] | None] = ContextVar("watching", default=None)
+
+
+@contextmanager
+def usages() -> Iterator[list[Usage]]:
+    """What each kernel that is found in this context takes, in the order in which they are found."""
+    found: list[Usage] = []
+    token = _watching.set(found)
+    try:
+        yield found
+    finally:
+        _watching.reset(token)
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -90,6 +113,9 @@ class Launch:
             self._templates[place] = descriptor_like(made, None)      # which keeps no tensor alive
         compiled = self._function[self._grid](*arguments, *self._integers, **self._constants, **self._options)
         if compiled is not None:
+            watching = _watching.get()
+            if watching is not None:
+                watching.append(Usage(compiled.n_regs or 0, 4 * (compiled.n_spills or 0)))         # the driver counts spilled registers
             at_once = direct(compiled, self._grid, tensors, tuple(self._described), self._describe, self._rest)
             self._kernels[odd] = compiled[self._grid], at_once
 

@@ -106,14 +106,15 @@ def _sweep(kind: Sweep, tile: Tile, held: Contents, unit: Unit) -> int:
     vectors = tile.block_m * (held.rows + _ROW_NUMBERS) if kind == "keys" else tile.block_n * held.columns
     scores = tile.block_m * tile.block_n
     total += max(tile.stages - 1, 0) * (vectors + (held.reads - (held.narrow if kind == "keys" else 0)) * scores)
-    if kind == "forward" and held.indirect and tile.stages > 1 and (wide and held.uneven or unit == "mma" and held.split):
+    if kind == "forward" and held.indirect and tile.stages > 1 and (wide and held.uneven or unit == "mma" and held.qk == 4):
         total += (tile.stages - (unit != "tcgen05" and not held.barriers)) * held.qk * scores      # what is read at an index that was read is staged too
     weights = _weights(kind, tile, held, unit, wide)
     if held.split:
         passing = _split(kind, tile, wide, loose, weights, unit)
     else:
         passing = _passing(kind, held, loose, weights, wide)
-        if kind == "keys" and whole and held.key and held.value:    # products read the right operand along its columns only: q and do, turned
+        turned = whole or wide and unit == "tcgen05" and held.qk == 4 and tile.stages == 1
+        if kind == "keys" and turned and held.key and held.value:   # products read the right operand along its columns only: q and do, turned
             passing += tile.block_m * tile.columns(max(tile.block_d, tile.block_e)) * held.qk
         if wide and unit == "tcgen05" and tile.stages > 1 and loose:
             passing = sum(loose.values()) * (4 if kind == "keys" else 3) // 2
@@ -137,14 +138,15 @@ def _parts(kind: Sweep, tile: Tile, held: Contents) -> tuple[int, dict[str, int]
     """(bytes that are kept, bytes of a buffer of what moves, bytes of the result on its way to memory)."""
     m, n, d, e = tile.block_m, tile.block_n, tile.block_d, tile.block_e
     qk, pv, out = ((_PARTS if held.split and x == 4 else x) for x in (held.qk, held.pv, held.out))
-    some_d, some_e = tile.columns(d), tile.columns(e)       # of what a single product takes; what two take waits for the second
+    some_d, some_e = tile.columns(d), tile.columns(e)       # of what a single product takes; what two take waits for the second, but for parts
+    for_two_d, for_two_e = (some_d, some_e) if held.split else (d, e)
     if kind == "forward":
         return m * d * qk, {"k": n * some_d * held.qk, "v": n * some_e * held.pv}, m * e * held.out
     if kind == "queries":
-        return m * (d * qk + e * out), {"k": n * d * held.qk, "v": n * some_e * held.pv}, m * d * held.qk
+        return m * (d * qk + e * out), {"k": n * for_two_d * held.qk, "v": n * some_e * held.pv}, m * d * held.qk
     kept, result = n * (d * qk + held.key * e * pv), n * max(held.key * d * held.qk, held.value * e * held.pv)
     twice = held.key and held.value
-    return kept, {"q": m * (d if held.key else some_d) * held.qk, "do": m * (e if twice else some_e) * held.out}, result
+    return kept, {"q": m * (for_two_d if held.key else some_d) * held.qk, "do": m * (for_two_e if twice else some_e) * held.out}, result
 
 
 def _weights(kind: Sweep, tile: Tile, held: Contents, unit: Unit, wide: bool) -> int:
@@ -155,7 +157,7 @@ def _weights(kind: Sweep, tile: Tile, held: Contents, unit: Unit, wide: bool) ->
         return size if kind != "forward" and unit == "wgmma" and tile.warps == 8 and own == 64 else 0
     crowded = own < 16 * tile.warps
     if unit == "mma":
-        columns = tile.block_e if kind == "forward" else max(tile.block_d, tile.block_e)
+        columns = tile.columns(tile.block_e if kind == "forward" else max(tile.block_d, tile.block_e))
         crowded = columns > own or kind != "forward" and own <= 16
     return size if crowded else 0
 

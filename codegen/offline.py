@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from . import launch, launch_backward, launch_weights
 from .arguments import Size, number
 from .backward import emit as emit_backward
 from .emission import Kernel
+from .fallback import worth
 from .forward import emit
 from .jobs import WEIGHTS, Job
+from .launcher import Usage
 from .plan import KernelPlan
 from .tiles import known
 
@@ -34,13 +36,15 @@ _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler reports: bytes of shared memory a block; registers a thread and bytes spilled, where a tool can tell."""
+    """What the compiler reports: bytes of shared memory a block; registers a thread and bytes spilled, where a tool can tell; columns of tensor memory a
+    block, on Blackwell."""
 
     plan: KernelPlan
     shared: int
     registers: int | None
     spills: int | None
     cubin: bytes | None = None
+    columns: int = 0
 
 
 def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target,
@@ -51,12 +55,14 @@ def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[t
         spec, sizes: as of `launch.forward`.
         operands: tensors whose dtypes, shapes and strides count; the meta device will do.
         target: backend and architecture.
-        plan: by default the preferred one for the target.
+        plan: by default the one that would run: the preferred one for the target, or if that spills one of the roomier ones.
 
     Raises:
         Unsupported: this attention has no kernel.
     """
-    plan = plan or launch.plans(spec, operands, sizes, known(*target))[0]
+    if plan is None:
+        return _settled(lambda p: compile_only(spec, sizes, operands, target, p), launch.plans(spec, operands, sizes, known(*target)),
+                        lambda: launch.roomier(spec, operands, sizes, known(*target)))
     named = dict(zip(spec.size_names, sizes, strict=True))
     function, kernel = launch.function(spec, plan, launch.recorded(operands, sizes)), emit(spec, plan)
     shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
@@ -70,7 +76,10 @@ def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequen
     """Compile one backward kernel, the rest as of `compile_only`."""
     named = dict(zip(spec.size_names, sizes, strict=True))
     out = torch.empty_strided([named[a] for a in spec.out_axes], launch.out_strides(spec, named), dtype=dtype_of(spec.out_dtype), device="meta")
-    plan = plan or launch_backward.plans(spec, (out, out), operands, named, known(*target), job)[0]
+    if plan is None:
+        return _settled(lambda p: compile_backward(spec, sizes, operands, target, job, p),
+                        launch_backward.plans(spec, (out, out), operands, named, known(*target), job),
+                        lambda: launch_backward.roomier(spec, (out, out), operands, named, known(*target), job))
     function, kernel = launch_backward.function(spec, plan, job, launch.recorded(operands, sizes)), emit_backward(spec, plan, job)
     roles = {"grad_q": spec.query, "grad_k": spec.key, "grad_v": spec.value}
     gradients = {name: torch.empty(operands[a.operand].shape, dtype=operands[a.operand].dtype, device="meta") for name, a in roles.items()}
@@ -84,13 +93,25 @@ def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequen
 def compile_weights(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], target: Target,
                     plan: KernelPlan | None = None) -> Compiled:
     """Compile the kernel of weights, all as of `compile_only`; `spec` is that of the op `attnfuse::weights`."""
-    plan = plan or launch_weights.plans(spec, operands, sizes, known(*target))[0]
+    if plan is None:
+        return _settled(lambda p: compile_weights(spec, sizes, operands, target, p), launch_weights.plans(spec, operands, sizes, known(*target)),
+                        lambda: launch_weights.roomier(spec, operands, sizes, known(*target)))
     named = dict(zip(spec.size_names, sizes, strict=True))
     function, kernel = launch_backward.function(spec, plan, WEIGHTS, launch.recorded(operands, sizes)), emit_backward(spec, plan, WEIGHTS)
     out = allocate_weights(spec, sizes, torch.empty(0, device="meta"))
     integers = launch_backward.numbers(kernel, named, operands, {"weights": out})
     special = {"weights": out.dtype, "stats": torch.float32, "seed": torch.int64}
     return _compile(function, kernel, plan, integers, dict(enumerate(t.dtype for t in operands)) | special, target)
+
+
+def _settled(compiled: Callable[[KernelPlan], Compiled], plans: Sequence[KernelPlan], roomier: Callable[[], Sequence[KernelPlan]]) -> Compiled:
+    """What is compiled for the plan that would run: as `fallback.Steps` finds it."""
+    best = first = compiled(plans[0])
+    usage = Usage(first.registers or 0, first.spills or 0)
+    for plan in roomier() if usage.spills else ():
+        if worth(plan, first.plan, usage, best.spills or 0):
+            best = min(best, compiled(plan), key=lambda x: x.spills or 0)
+    return best
 
 
 def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence[int], dtypes: Mapping[Any, torch.dtype],
@@ -103,7 +124,8 @@ def _compile(function: Any, kernel: Kernel, plan: KernelPlan, integers: Sequence
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget(*target, known(*target).lanes), options=plan.options)
     registers, spills = _usage(compiled.asm["cubin"]) if target[0] == "cuda" else _amd_usage(compiled.asm.get("amdgcn", ""))
-    return Compiled(plan, compiled.metadata.shared, registers, spills, compiled.asm.get("cubin"))
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    return Compiled(plan, compiled.metadata.shared, registers, spills, compiled.asm.get("cubin"), columns)
 
 
 def _specialise(kernel: Kernel, integers: Sequence[int], dtypes: Mapping[Any, torch.dtype],
@@ -150,6 +172,6 @@ def _usage(cubin: bytes) -> tuple[int | None, int | None]:
 
 
 def _amd_usage(assembly: str) -> tuple[int | None, int | None]:
-    """(vector registers, spilled ones) from the metadata at the end of an AMD assembly listing."""
+    """(vector registers, bytes of spilled ones) from the metadata at the end of an AMD assembly listing."""
     registers, spills = (re.search(rf"\.{n}:\s+(\d+)", assembly) for n in ("vgpr_count", "vgpr_spill_count"))
-    return (int(registers.group(1)) if registers else None), (int(spills.group(1)) if spills else None)
+    return (int(registers.group(1)) if registers else None), (4 * int(spills.group(1)) if spills else None)

@@ -9,6 +9,13 @@ tiles of 128 or 256 columns that leaves no room for the sums. In pieces only som
     acc_0 = tl.dot(p, v_0, acc_0)                   acc_1 = tl.dot(p, v_1, acc_1)
 
 The products are the same; those along the head dimension are added up piece by piece. Pieces beyond the head dimension are left out.
+
+An exact product has sums of its own, six products of parts, which are added to `acc_0` at its end. The assembler puts those additions off to the end
+of the block of instructions, since nothing waits for them there, and keeps the sums of all pieces meanwhile: as many registers again as `acc` has.
+So each is a block:
+
+    if n_keys != -1:                                # always, but who compiles it does not know
+        acc_0 = tl.dot(p, v_0, acc_0)
 """
 from __future__ import annotations
 

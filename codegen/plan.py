@@ -16,7 +16,7 @@ from ..tilemap import TILE
 from .estimate import Work
 from .memory import Contents, Sweep
 from .reads import described_pairs
-from .tables import PIECE, PIECES_HOPPER, Shape
+from .tables import PIECE, PIECES, Shape
 from .tiles import Device, Tile, traffic, work
 
 HALF = ("float16", "bfloat16")
@@ -142,10 +142,10 @@ def reads_by_descriptor(request: Request, device: Device, block_m: int, block_n:
 
 def piece_of(work: Work, request: Request, device: Device) -> int:
     """How many columns of a head dimension a product takes at a time; 0 for all."""
-    if device.unit != "wgmma" or work.times <= 1:
+    if work.times <= 1:
         return 0
-    least = PIECES_HOPPER[request.precision][work.kind]
-    return PIECE if max(work.block_d, work.block_e) >= least else 0
+    least = PIECES.get((device.unit, request.precision), {}).get(work.kind)
+    return PIECE if least and max(work.block_d, work.block_e) >= least else 0
 
 
 def element_bytes(spec: AttentionSpec) -> tuple[int, int]:

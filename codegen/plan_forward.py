@@ -34,6 +34,11 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
     return space.descending(choices(spec, request, device), lambda shape: _plan(request, device, work, shape, ()))
 
 
+def roomier(spec: AttentionSpec, request: Request, device: Device) -> tuple[KernelPlan, ...]:
+    """What to try where the preferred plan's kernel spills: `space.roomier`."""
+    return space.roomier(choices(spec, request, device), device)
+
+
 def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bool = True) -> tuple[Choice, ...]:
     """Every plan that fits with its predicted cost, the preferred one first; at least the smallest tile, whether it fits or not.
 
@@ -80,9 +85,7 @@ def work_for(spec: AttentionSpec, request: Request, device: Device) -> Work:
 
 def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
     if any(t not in HALF for t in products(spec)):
-        if device.unit == "wgmma":
-            return {"tf32": tables.TF32_HOPPER, "bf16x6": tables.SPLIT_HOPPER}.get(request.precision, tables.FLOAT32)
-        return {"tf32": tables.TF32, "bf16x6": tables.SPLIT_NARROW if device.unit == "mma" else tables.SPLIT}.get(request.precision, tables.FLOAT32)
+        return tables.FORWARD_FLOAT32.get((device.unit, request.precision), tables.FLOAT32)
     return tables.HOPPER if device.asynchronous else tables.AMPERE
 
 

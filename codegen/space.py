@@ -32,6 +32,13 @@ SMALLER = 0.9
 """Of the shared memory of a plan that was refused, what the next one may take at most."""
 HOPELESS = 1.5
 """So many times its registers: kernels that read at indices that are read spill then, even by a model that sees too much in them."""
+ALL_REGISTERS = 255
+"""That a thread can have; with eight warps they are all that a processor has."""
+MOST_TRIED = 5
+"""Plans that are compiled in the place of one that spills."""
+TOLERATED = 1024
+"""Bytes a thread that a kernel may spill before smaller tiles are tried: on an H200 what spilled up to 850 took half to all of the time of what spilled
+less or nothing in smaller tiles, in 14 of 15 kernels (bench/NOTES.md)."""
 LIGHT = 3
 """Operations a score of programs that spill next to nothing in 128 registers. Five spilled 72 bytes, a mask of columns in cut tiles 288, in the kernel of
 tiles 80; there a second read for every score 176, random numbers 256."""
@@ -185,6 +192,21 @@ def descending(choices: Sequence[Choice], make: Callable[[Shape], KernelPlan]) -
         shape = (16, 16, 2 if out[0].shape[:3] == (16, 16, 4) else 4, 1)
         out.append(_because(replace(first, plan=make(shape)), "the smallest tile there is"))
     return tuple(out)
+
+
+def roomier(choices: Sequence[Choice], device: Device) -> tuple[KernelPlan, ...]:
+    """What to try where a kernel of the first choice spills, with all the registers that a thread can have: the same, for left to itself the assembler
+    spills a few for the sake of another block on a processor; then in their order those that are predicted to take fewer than each before."""
+    most = ALL_REGISTERS if device.backend == "cuda" else 0
+    why = "the next, should registers of the earlier ones spill"
+    first = choices[0].plan
+    found = [_because(choices[0], "with all registers, should they spill")] if most and first.most_registers != most else []
+    least = first.registers
+    for one in choices[1:]:
+        if one.plan.registers < least:
+            least = one.plan.registers
+            found.append(_because(one, why))
+    return tuple(replace(p, most_registers=most) for p in found[:MOST_TRIED])
 
 
 def _because(choice: Choice, why: str) -> KernelPlan:

@@ -7,7 +7,9 @@ A row is (largest padded head dimension, [(BLOCK_M, BLOCK_N, warps, stages), …
   inspected (tests/sass.py): there are no tiles of 32 keys beside 64 queries, no 32x64 for keys and no 64x32 for queries at 256,
   since products read wrong descriptors in them.
 * Hopper's of float32 were the fastest, or within a fifth of it and with fewer spills, of about a dozen measured at each head dimension: bench/NOTES.md.
-* Ampere's, and those of float32 elsewhere, were compiled without spilling, or with the few bytes that tests/test_compile_only.py tolerates, and not measured.
+* Ampere's, and those of float32 on Ampere and Blackwell, were compiled without spilling, or with the few bytes that tests/test_compile_only.py
+  tolerates, and not measured. Of float32 they are the largest of those that did; exact products of 64 rows take more tensor memory than
+  Blackwell has from a head dimension of 128 on.
 """
 from __future__ import annotations
 
@@ -43,28 +45,37 @@ FLOAT32: Table = (
     (128, ((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 4, 1))),
     (256, ((16, 16, 8, 1), (16, 16, 4, 1))),
 )
-SPLIT: Table = (
-    (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+SPLIT_AMPERE: Table = (
+    (64, ((128, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((32, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((32, 64, 8, 1), (16, 64, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
 )
-SPLIT_NARROW: Table = (*SPLIT[:2], (256, ((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 4, 1))))
-"""Where products read registers: 64x32 at 256 spills 12 KB a thread."""
+SPLIT_BLACKWELL: Table = ((64, ((64, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))), *SPLIT_AMPERE[1:])
 SPLIT_HOPPER: Table = (
     (64, ((64, 32, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((128, 32, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
-TF32: Table = (
-    (64, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (128, ((64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
-    (256, ((32, 32, 8, 1), (16, 16, 4, 1))),
+TF32_AMPERE: Table = (
+    (64, ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((64, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
+)
+TF32_BLACKWELL: Table = (
+    TF32_AMPERE[0],
+    (128, ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((64, 64, 8, 1), (64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1))),
 )
 TF32_HOPPER: Table = (
     (64, ((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (128, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
+FORWARD_FLOAT32: dict[tuple[str, str], Table] = {
+    ("wgmma", "bf16x6"): SPLIT_HOPPER, ("mma", "bf16x6"): SPLIT_AMPERE, ("tcgen05", "bf16x6"): SPLIT_BLACKWELL,
+    ("wgmma", "tf32"): TF32_HOPPER, ("mma", "tf32"): TF32_AMPERE, ("tcgen05", "tf32"): TF32_BLACKWELL,
+}
+"""By what takes products, and how; `FLOAT32` elsewhere."""
 
 # ---- backward
 
@@ -126,12 +137,37 @@ TILES_SPLIT_HOPPER: Table = (
     (256, ((128, 32, 8, 1), (64, 32, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
 )
 TILES_TF32_HOPPER: Table = ((256, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), *_SMALLEST)),)
-BACKWARD_FLOAT32_HOPPER: dict[tuple[str, str], Table] = {
-    ("bf16x6", "keys"): KEYS_SPLIT_HOPPER, ("tf32", "keys"): KEYS_TF32_HOPPER,
-    ("bf16x6", "queries"): QUERIES_SPLIT_HOPPER, ("tf32", "queries"): QUERIES_TF32_HOPPER,
-    ("bf16x6", "tiles"): TILES_SPLIT_HOPPER, ("tf32", "tiles"): TILES_TF32_HOPPER,
+KEYS_SPLIT_AMPERE: Table = (
+    (64, ((64, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((16, 16, 8, 1), (16, 16, 4, 1))),
+)
+KEYS_SPLIT_BLACKWELL: Table = ((64, ((32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))), *KEYS_SPLIT_AMPERE[1:])
+QUERIES_SPLIT: Table = (
+    (64, ((32, 64, 8, 1), (32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
+    (256, ((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+TILES_SPLIT: Table = ((256, ((16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),)
+KEYS_TF32: Table = (
+    (64, ((32, 64, 8, 1), (32, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1))),
+    (128, ((32, 64, 8, 1), (32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+QUERIES_TF32: Table = (
+    (128, ((64, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
+    (256, ((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
+)
+BACKWARD_OF_FLOAT32: dict[tuple[str, str, str], Table] = {
+    ("wgmma", "bf16x6", "keys"): KEYS_SPLIT_HOPPER, ("wgmma", "tf32", "keys"): KEYS_TF32_HOPPER,
+    ("wgmma", "bf16x6", "queries"): QUERIES_SPLIT_HOPPER, ("wgmma", "tf32", "queries"): QUERIES_TF32_HOPPER,
+    ("wgmma", "bf16x6", "tiles"): TILES_SPLIT_HOPPER, ("wgmma", "tf32", "tiles"): TILES_TF32_HOPPER,
+    ("mma", "bf16x6", "keys"): KEYS_SPLIT_AMPERE, ("tcgen05", "bf16x6", "keys"): KEYS_SPLIT_BLACKWELL,
+    ("mma", "tf32", "keys"): KEYS_TF32, ("tcgen05", "tf32", "keys"): KEYS_TF32,
+    ("mma", "bf16x6", "queries"): QUERIES_SPLIT, ("tcgen05", "bf16x6", "queries"): QUERIES_SPLIT,
+    ("mma", "bf16x6", "tiles"): TILES_SPLIT, ("tcgen05", "bf16x6", "tiles"): TILES_SPLIT,
+    ("mma", "tf32", "queries"): QUERIES_TF32, ("tcgen05", "tf32", "queries"): QUERIES_TF32,
 }
-"""By how products are taken, and the kind of the kernel."""
+"""By what takes products, how, and the kind of the kernel; `BACKWARD_FLOAT32` elsewhere."""
 
 APART_HOPPER: dict[str, dict[int, tuple[Shapes, Shapes]]] = {
     "half": {256: (((64, 64, 4, 2), (64, 64, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)),
@@ -143,11 +179,13 @@ APART_HOPPER: dict[str, dict[int, tuple[Shapes, Shapes]]] = {
 }
 """Where the gradients of keys and of values have a kernel each, on Hopper: their shapes, by how products are taken and padded head dimension. The
 scores are computed twice, by tiles that one kernel of both has no registers for: a fifth faster for half types at 256."""
-PIECES_HOPPER: dict[str, dict[str, int]] = {
-    "bf16x6": {"forward": 128, "queries": 128, "keys": 256, "tiles": 128},
-    "tf32": {"forward": 128, "queries": 128, "keys": 128, "tiles": 128},
+PIECES: dict[tuple[str, str], dict[str, int]] = {
+    ("wgmma", "bf16x6"): {"forward": 128, "queries": 128, "keys": 256, "tiles": 128},
+    ("wgmma", "tf32"): {"forward": 128, "queries": 128, "keys": 128, "tiles": 128},
+    ("mma", "bf16x6"): {"forward": 256, "queries": 128, "keys": 256, "tiles": 128},
+    ("tcgen05", "bf16x6"): {"forward": 256, "queries": 128, "keys": 128, "tiles": 128},
 }
-"""From which padded head dimension on products of float32 operands take it in pieces, on Hopper: by how they are taken, and what the kernel walks."""
+"""From which padded head dimension on products of float32 operands take it in pieces: by what takes them and how, and what the kernel walks."""
 PIECE = 64
 """Columns of a piece: no fewer, see `plan_forward.LEAST_VALUE_WIDTH`."""
 

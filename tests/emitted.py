@@ -1,4 +1,4 @@
-"""Backward kernels as an emitter that a test has changed writes them."""
+"""Kernels as an emitter that a test has changed writes them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from attnfuse.codegen import backward, launch_backward
+from attnfuse.codegen import backward, forward, launch, launch_backward
 
 
 @contextmanager
 def emitted_again(folder: Path) -> Iterator[None]:
     """None is taken from before, none left behind: files go to a folder of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_backward, "_functions", {})
-        patch.setattr(launch_backward, "_runs", {})
+        for module in (launch, launch_backward):
+            patch.setattr(module, "_functions", {})
+            patch.setattr(module, "_runs", {})
         patch.setenv("ATTNFUSE_CACHE_DIR", str(folder))
         backward.emit.cache_clear()
+        forward.emit.cache_clear()
         try:
             yield
         finally:
             backward.emit.cache_clear()
+            forward.emit.cache_clear()

@@ -67,7 +67,7 @@ def misread_descriptors(text: str) -> list[str]:
     code = parse(text)
     out: list[str] = []
     for n, ins in enumerate(code):
-        if not ins.op.startswith("HGMMA"):
+        if not ins.op.startswith("HGMMA") or ins.operands[0] == "RZ":        # which waits for others, and computes nothing
             continue
         place = next(k for k, x in enumerate(ins.operands) if x.startswith("gdesc"))
         base = int(re.search(r"UR(\d+)", ins.operands[place])[1])  # type: ignore[index]

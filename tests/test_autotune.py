@@ -25,7 +25,7 @@ from attnfuse.walker import backward as walked_backward, forward as walked
 from tests import specs
 from tests.conftest import Stack
 from tests.specs import BY_NAME
-from tests.test_plans import Instead, out_of_resources
+from tests.test_fallback import Instead, out_of_resources
 
 
 @pytest.fixture(autouse=True)

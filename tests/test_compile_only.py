@@ -22,6 +22,8 @@ from tests.specs import BY_NAME, Case, Shape
 pytestmark = pytest.mark.skipif(launch.interpreting(), reason="the interpreter compiles nothing")
 
 TARGETS: tuple[offline.Target, ...] = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"))
+COLUMNS = 512
+"""Of tensor memory, on Blackwell: of a kernel that wants more Triton makes one that stops at once, and refuses to launch it."""
 NAMES = ("plain", "causal_inf", "causal_padding_min", "window", "alibi_causal", "bias", "softcap_causal", "dropout", "sinks", "gathered",
          "bias_per_head", "rows_and_columns")
 
@@ -44,6 +46,7 @@ def check(name: str, dtype: str, depth: int, target: offline.Target, queries: in
     assert report.shared <= limit and report.plan.shared <= limit
     # Where a read's index was read the compiler may take fewer bytes for it, by rules that were not found.
     assert near(report, upwards=name == "gathered"), (report.shared, report.plan)
+    assert report.columns <= COLUMNS
     assert (report.spills or 0) <= tolerated(name, dtype, depth, target), report
     if target == ("cuda", 90):
         assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
@@ -56,13 +59,14 @@ def near(report: offline.Compiled, upwards: bool = False) -> bool:
 
 
 def tolerated(name: str, dtype: str, depth: int, target: offline.Target) -> int:
-    """Bytes a thread that may lie in local memory. On Hopper, by Triton 3.6, none of half types; of float32 a few registers, and more at 256, where sums
-    and parts together are more than there are: what spills nothing there takes half as long again. Elsewhere nothing was measured."""
-    measured = target == ("cuda", 90) and triton.__version__.startswith("3.6.")
+    """Bytes a thread that may lie in local memory, by Triton 3.6: what spills less was measured to be slower, so these are limits for what changes by
+    accident. On Hopper half types spill nothing, and nowhere more than a few registers; AMD's kernels of float32 are not tuned."""
+    if target[0] == "hip":
+        return 16384 if dtype == "float32" else 1024 if depth > 128 or name == "gathered" else 384 if name == "dropout" or depth == 40 else 64
+    if target == ("cuda", 90) and triton.__version__.startswith("3.6."):
+        return 64 if dtype == "float32" else 0 if depth in (64, 128, 256) else 16
     if dtype == "float32":
-        return 4096 if not measured else 64 if depth <= 128 else 512
-    if measured and depth in (64, 128, 256):
-        return 0
+        return 64
     return 256 if depth > 128 or name == "gathered" else 96 if name == "dropout" or depth == 40 else 16
 
 
@@ -99,6 +103,7 @@ def test_the_fault_that_narrow_values_avoid_is_seen(monkeypatch: pytest.MonkeyPa
     ("plain", "bfloat16", 128, ("cuda", 90)), ("causal_padding_min", "bfloat16", 64, ("cuda", 90)),
     ("causal_padding_min", "float16", 128, ("cuda", 80)), ("bias", "bfloat16", 64, ("cuda", 100)),
     ("causal_inf", "bfloat16", 128, ("hip", "gfx942")), ("plain", "float32", 64, ("cuda", 90)), ("dropout", "bfloat16", 40, ("cuda", 90)),
+    ("causal_inf", "float32", 256, ("cuda", 90)), ("causal_inf", "float32", 128, ("cuda", 80)), ("causal_inf", "float32", 128, ("cuda", 100)),
 ])
 def test_resources(name: str, dtype: str, depth: int, target: offline.Target) -> None:
     check(name, dtype, depth, target)
@@ -167,12 +172,13 @@ QUERIES, KEYS_VALUES = Job("queries", query=True), Job("keys", key=True, value=T
 
 
 def tolerated_backward(name: str, dtype: str, depth: int, target: offline.Target) -> int:
-    """As `tolerated`: on Hopper two registers of a soft cap, four of dropout at 256, a dozen of exact float32 up to 128."""
-    measured = target == ("cuda", 90) and triton.__version__.startswith("3.6.")
+    """As `tolerated`: on Hopper two registers of a soft cap; of exact products at 256 nearly all that the kernel of the queries has."""
+    if target[0] == "hip":
+        return 16384 if dtype == "float32" else 4608 if depth > 128 else 1280 if depth > 64 else 512 if depth == 40 else 256
+    if target == ("cuda", 90) and triton.__version__.startswith("3.6."):
+        return (64 if depth <= 128 else 1024) if dtype == "float32" else 8
     if dtype == "float32":
-        return 4096 if not measured else 64 if depth <= 128 else 1024
-    if measured:
-        return 16 if depth > 128 else 8
+        return 192 if depth > 64 else 64
     return 1152 if depth > 128 else 320 if depth > 64 else 128 if depth == 40 else 64
 
 
@@ -186,6 +192,7 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
         limit = known(*target).shared
         assert report.shared <= limit and report.plan.shared <= limit
         assert near(report), (what, report.shared, report.plan)
+        assert report.columns <= COLUMNS
         assert (report.spills or 0) <= tolerated_backward(name, dtype, depth, target), (what, report)
         if target == ("cuda", 90):
             assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass")), what
@@ -195,6 +202,7 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
     ("causal_inf", "bfloat16", 128, 128, ("cuda", 90)), ("causal_padding_min", "bfloat16", 64, 64, ("cuda", 90)),
     ("plain", "bfloat16", 32, 16, ("cuda", 90)), ("grouped", "float16", 64, 64, ("cuda", 80)), ("bias", "bfloat16", 128, 128, ("cuda", 90)),
     ("causal_inf", "float32", 64, 64, ("cuda", 90)), ("causal_padding_min", "float16", 128, 128, ("cuda", 80)),
+    ("causal_inf", "float32", 64, 64, ("cuda", 80)), ("causal_inf", "float32", 64, 64, ("cuda", 100)), ("bias", "float32", 128, 128, ("cuda", 80)),
 ])
 def test_backward_resources(name: str, dtype: str, depth: int, value_depth: int, target: offline.Target) -> None:
     check_backward(name, dtype, depth, target, value_depth)
@@ -237,6 +245,14 @@ def test_in_pieces_float32_has_the_registers_it_needs() -> None:
     for depth, what, shape in ((128, None, None), (256, QUERIES, (64, 32, 8, 1))):
         pieces, whole = (spills_of("causal_inf", depth, what, shape, "float32", **changes) for changes in ({}, {"piece": 0}))
         assert whole >= 16 and 2 * pieces <= whole, (depth, pieces, whole)
+
+
+def test_exact_sums_of_pieces_do_not_wait_in_registers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The assembler would add them up at the end of a block."""
+    assert max(spills_of("causal_inf", 256, what, dtype="float32") for what in (None, VALUES)) <= 32
+    monkeypatch.setattr(emission.Emission, "ordered", False)
+    with emitted_again(tmp_path / "again"):
+        assert min(spills_of("causal_inf", 256, what, dtype="float32") for what in (None, VALUES)) >= 128
 
 
 VALUES = Job("keys", value=True)
@@ -375,6 +391,7 @@ def check_weights(name: str, dtype: str, depth: int, target: offline.Target) -> 
     limit = known(*target).shared
     assert report.shared <= limit and report.plan.shared <= limit
     assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
+    assert report.columns <= COLUMNS
     assert (report.spills or 0) <= tolerated(name, dtype, depth, target), report
     if target == ("cuda", 90):
         assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))

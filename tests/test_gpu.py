@@ -10,7 +10,7 @@ import torch
 
 import attnfuse
 from attnfuse import tilemap, walker
-from attnfuse.codegen import autotune, launch, launch_backward, launch_weights, plan
+from attnfuse.codegen import autotune, fallback, launch, launch_backward, launch_weights, plan, space
 from attnfuse.reference import reference, weights
 from attnfuse.spec import AttentionSpec
 from tests.oracle import rounding, truth
@@ -291,6 +291,26 @@ def test_nothing_is_timed_while_a_graph_is_captured(seed: int, tmp_path: Path, m
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected) and not list(tmp_path.glob("tuned_*.json"))
+
+
+def test_a_kernel_that_spills_gives_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 1280 bytes a thread: the driver says so, another runs in its place, and the result is right."""
+    real, tried = fallback.Steps._try, list[tuple[plan.KernelPlan, int]]()
+
+    def noted(attempt, one: plan.KernelPlan):
+        found = real(attempt, one)
+        if not isinstance(found, fallback.Refused):
+            tried.append((one, found[1].spills))
+        return found
+
+    first = launch.candidates
+    monkeypatch.setattr(launch, "candidates", lambda *args: tuple(
+        replace(p, block_m=64, block_n=64, warps=4, stages=1, piece=0, described=()) for p in first(*args)[:1]))
+    monkeypatch.setattr(fallback.Steps, "_try", staticmethod(noted))
+    monkeypatch.setattr(launch, "_runs", {})
+    check(BY_NAME["causal_inf"], Shape((4, 16), 1024, 1024, 256, 256), "float32", seed)
+    assert tried[0][1] > space.TOLERATED and tried[-1][1] <= space.TOLERATED, tried
+    assert tried[0][0].shape == (64, 64, 4, 1) != tried[-1][0].shape
 
 
 # ---- weights that are wanted too

@@ -4,6 +4,7 @@ As in test_codegen_numbers.py the file runs itself once in a process of its own.
 """
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,7 +121,7 @@ def test_a_piece_is_read_when_it_is_needed_and_once() -> None:
     text = forward.emit(spec, plan).source
     full = text[text.index("# full tiles"):text.index("# tiles that a bound")]
     assert [full.count(f"k_{n} = tl.load") for n in range(4)] == [full.count(f"v_{n} = tl.load") for n in range(4)] == [1] * 4
-    assert full.index("qk = tl.dot(q_0") < full.index("k_1 = tl.load") < full.index("qk = tl.dot(q_1, tl.trans(k_1), qk")
+    assert full.index("qk = tl.dot(q_0") < full.index("k_1 = tl.load") < full.index("part = tl.dot(q_1, tl.trans(k_1)") < full.index("qk = qk + part")
     assert "k_3" in text and "mask=d_mask_3[None, :]" in full and "d_mask_2" not in text and "e_mask" not in text
     queries = Job("queries", query=True)
     named = dict(zip(spec.size_names, sizes, strict=True))
@@ -128,6 +129,30 @@ def test_a_piece_is_read_when_it_is_needed_and_once() -> None:
     text = backward.emit(spec, launch_backward.plans(spec, (out, out), tensors, named, known("cuda", 90), queries)[0], queries).source
     full = text[text.index("# full tiles"):text.index("# tiles that a bound")]
     assert full.count(" k_1 = tl.load") == 1 and full.count("k_1") == 3, "read for the scores, and kept for the gradient"
+
+
+def text_of(depth: int, what: Job | None, precision: str = "bf16x6") -> str:
+    """The loop over full tiles of a causal attention in float32, for Hopper."""
+    operands, sizes = BY_NAME["causal_inf"].inputs(Shape((4, 16), 1024, 1024, depth, depth), torch.float32, 0)
+    spec, tensors = BY_NAME["causal_inf"].spec(), [t.to("meta") for t in operands]
+    named, out = dict(zip(spec.size_names, sizes, strict=True)), torch.empty(4, 16, 1024, depth, device="meta")
+    plan = launch_backward.plans(spec, (out, out), tensors, named, known("cuda", 90), what)[0] if what else launch.plans(spec, tensors, sizes, known("cuda", 90))[0]
+    plan = replace(plan, precision=precision)
+    text = (backward.emit(spec, plan, what) if what else forward.emit(spec, plan)).source
+    return text[text.index("# full tiles"):text.index("# tiles that a bound")]
+
+
+@pytest.mark.skipif(INSIDE, reason="the interpreter takes float32 products whole")
+def test_exact_pieces_are_added_up_one_after_the_other() -> None:
+    """Where there are more than two; what an earlier product read of a tile is read again. Each condition is another, lest the blocks become one."""
+    full = text_of(256, None)
+    blocks = re.findall(r"if n_keys != -(\d+):        # always\n +(\w+) = ", full)
+    assert [name for _, name in blocks] == ["qk"] * 3 + [f"acc_{n}" for n in range(4)] and len({number for number, _ in blocks}) == 7
+    assert full.count("else:\n") == 3 == full.count("qk = part"), "what only one block takes would be computed there"
+    keys = text_of(256, Job("keys", key=True))
+    assert [keys.count(f" q_{n} = tl.load") for n in range(4)] == [2] * 4 and [keys.count(f" do_{n} = tl.load") for n in range(4)] == [1] * 4
+    for plain in (text_of(128, None), text_of(256, Job("queries", query=True)), text_of(256, None, "tf32")):
+        assert "_1 = tl.dot(" in plain and "always" not in plain and "part" not in plain
 
 
 def test_which_kernels_are_apart() -> None:
