@@ -155,7 +155,8 @@ def check_backward(case: Case, shape: Shape, dtype: str, seed: int, move=lambda 
         # A gradient that cancels to nothing beside the others is as wrong as their size makes it.
         size = max(want.nan_to_num().norm().item(), 1e-1 * scale, 1e-30)
         error = (got.double() - want).nan_to_num().norm().item() / size
-        limit = max(BACKWARD[dtype], explained[number] / size, (4 if dtype == "float32" else 1.5) * method(number))
+        # The rounded result's share of delta is multiplied by the slopes of squared scores: as in test_codegen_backward.py.
+        limit = max((10 if case.name == "powers" and dtype == "float16" else 1) * BACKWARD[dtype], explained[number] / size, (4 if dtype == "float32" else 1.5) * method(number))
         assert error <= limit, (number, error, method(number))
     return grads
 
