@@ -37,6 +37,7 @@ class Keys(Recomputed):
 
     def __init__(self, spec: AttentionSpec, plan: KernelPlan, job: Job) -> None:
         self.shared = shared_axes(spec)
+        self.ordered = not job.arrivals         # dK takes 10 % more time by it (bench/NOTES.md)
         super().__init__(spec, plan, job)
         # What the keys' own addresses need comes before the heads that share them.
         self.outer = Programs(spec, self.names, self.arguments, plan.index_bits == 64, self.programs.constants, "column")

@@ -13,7 +13,7 @@ from .writer import Writer
 class Queries(Recomputed):
     """One emission of a kernel that owns tiles of queries, with forward's loops: of dQ and of captured reads by row."""
 
-    ordered = False         # its sums leave registers enough, and it would take 5 % more time
+    ordered = False         # it spills all the same, and takes 5 to 50 % more time (bench/NOTES.md)
 
     def _load_query(self, query: Writer, bases: Writer) -> None:
         super()._load_query(query, bases)

@@ -132,8 +132,6 @@ class Emission:
         self.pieces = {"d": pieces("d", plan.depth, plan.block_d, plan.piece), "e": pieces("e", plan.value_depth, plan.block_e, plan.piece)}
         self._late: dict[str, Callable[[Piece], str]] = {}
         """By role, of a tile that comes in pieces and was not read yet, the line that reads one."""
-        self._read: dict[str, Callable[[Piece], str]] = {}
-        """The same of one that a product did read."""
         self._block_numbers = itertools.count(1)
 
     def name(self) -> str:
@@ -252,7 +250,6 @@ class Emission:
     def _fetch(self, w: Writer, role: str, reader: Reader, masked: bool, cast: str = "") -> None:
         """Load a tile that moves: at once where it comes whole, else each piece just before the first product that takes it."""
         line = lambda piece: f"{role}{piece.suffix} = {reader.tile(masked, piece)}{cast}"
-        self._read.pop(role, None)
         first = self.pieces[ROLES[role][1]][0]
         if first.number is None:
             w.line(line(first))
@@ -264,8 +261,7 @@ class Emission:
         w.extend(self._late[role](piece) for role in roles if role in self._late)
         if piece == self.pieces[piece.axis][-1]:
             for role in roles:
-                if role in self._late:
-                    self._read[role] = self._late.pop(role)
+                self._late.pop(role, None)
 
     def _along(self, w: Writer, product: str, left: str, right: str, cast: str, options: str) -> None:
         """The product of two tiles along their head dimension, ``product = left · rightᵀ``; `cast` goes with `right`."""
@@ -283,13 +279,10 @@ class Emission:
 
     def _onto(self, w: Writer, sums: str, weights: str, right: str, cast: str, options: str, scale: str = "") -> None:
         """The product with a tile along its rows, onto sums as wide as it: ``sums = sums · scale + weights · right``."""
-        again = self._read.get(right)
         for piece in self.pieces[ROLES[right][1]]:
             self._arrive(w, piece, right)
-            own, ordered = f"{sums}{piece.suffix}", self._in_order(piece, options)
-            with self._block(w) if ordered else nullcontext():
-                if ordered and again:           # what an earlier product read would wait in registers
-                    w.line(again(piece))
+            own = f"{sums}{piece.suffix}"
+            with self._block(w) if self._in_order(piece, options) else nullcontext():
                 w.line(f"{own} = tl.dot({weights}, {right}{piece.suffix}{cast}, {own}{scale}{options})")
 
     def _in_order(self, piece: Piece, options: str) -> bool:

@@ -30,71 +30,69 @@ _REFUSALS = ("PassManager::run failed", "failed to translate module to LLVM IR",
 class Steps:
     """The plans of a kernel that were not refused yet, the preferred one first, and why the last one was.
 
-    `roomier` gives those that may follow one that spills, as of `space.roomier`. What was `measured` may spill: it was the fastest.
+    `roomier` gives those that may follow one whose kernel spills, as of `space.roomier`; none follow the one that was `measured`, for it was the fastest.
     """
 
     plans: list[KernelPlan]
-    roomier: Callable[[], Sequence[KernelPlan]] = tuple
+    roomier: Callable[[KernelPlan], Sequence[KernelPlan]] = lambda _: ()
     refusal: str = ""
-    measured: bool = False
+    measured: KernelPlan | None = None
 
     def first_that_runs(self, attempt: Callable[[KernelPlan], T]) -> T:
-        """What the first plan gives that is not refused, or where its kernel spills a roomier one's. Those that are refused are not tried again.
+        """What the first plan gives that is not refused, or where its kernel spills a roomier one's. Those that are refused are not tried again. While
+        a CUDA graph is captured, where everything that runs is recorded, the first one stays.
 
         Raises:
             Unsupported: all of them are, now or at an earlier call.
         """
         while self.plans:
-            found = self._try(attempt, self.plans[0])
-            if isinstance(found, Refused):
-                self.refusal = found.why
+            preferred = self.plans[0]
+            try:
+                result, usage = _watched(attempt, preferred)
+            except Exception as problem:
+                if not refused(problem):
+                    raise
+                self.refusal = f"{type(problem).__name__}: {str(problem)[:200]}"
                 log.info("the plan %s was refused: %s", self.plans.pop(0), self.refusal)
                 continue
-            result, usage = found
-            if not usage.spills or self.measured or capturing():
-                return result
-            return self._without_spills(attempt, result, usage)
+            if usage.spills and preferred is not self.measured and not capturing():
+                return self._without_spills(attempt, result, usage)
+            return result
         raise Unsupported(f"no plan of a kernel was accepted ({self.refusal})")
 
     def _without_spills(self, attempt: Callable[[KernelPlan], T], result: T, usage: Usage) -> T:
-        """What the plan gives that spills least, of those tried until one is good enough; the preferred one gave `result`."""
+        """What the plan gives that spills least, of those tried until one is good enough; the preferred one gave `result`. Whatever a trial fails of, out
+        of memory say, costs that plan alone."""
         preferred = best = last = self.plans[0]
         least = usage.spills
-        for plan in self.roomier():
+        for plan in self.roomier(preferred):
             if not worth(plan, preferred, usage, least):
                 continue
-            found = self._try(attempt, plan)
-            if isinstance(found, Refused):
-                continue
             last = plan
-            if found[1].spills < least:
-                best, result, least = plan, found[0], found[1].spills
+            try:
+                result, found = _watched(attempt, plan)
+            except Exception as problem:
+                if "illegal memory access" in str(problem):
+                    raise               # the context is lost: no later kernel can run
+                log.info("the plan %s is left out: %s: %s", plan, type(problem).__name__, str(problem)[:200])
+                continue
+            if found.spills < least:
+                best, least = plan, found.spills
         if best is not preferred:
             log.info("the plan %s spills %d bytes a thread: %s, which spills %d, is taken", preferred, usage.spills, best, least)
             self.plans.insert(0, best)
         return result if last is best else attempt(best)        # so that what was written last is its
 
-    @staticmethod
-    def _try(attempt: Callable[[KernelPlan], T], plan: KernelPlan) -> tuple[T, Usage] | Refused:
-        try:
-            with usages() as found:
-                return attempt(plan), max(found, key=lambda u: u.spills, default=Usage(0, 0))
-        except Exception as problem:
-            if not refused(problem):
-                raise
-            return Refused(f"{type(problem).__name__}: {str(problem)[:200]}")
-
     def prefer(self, winner: KernelPlan | None) -> None:
         """Put a plan that was measured in front."""
         if winner is not None:
-            self.plans, self.measured = [winner, *(p for p in self.plans if p.shape != winner.shape)], True
+            self.plans, self.measured = [winner, *(p for p in self.plans if p.shape != winner.shape)], winner
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Why a plan was."""
-
-    why: str
+def _watched(attempt: Callable[[KernelPlan], T], plan: KernelPlan) -> tuple[T, Usage]:
+    """What a plan gives, and what its kernel takes."""
+    with usages() as found:
+        return attempt(plan), max(found, key=lambda u: u.spills, default=Usage(0, 0))
 
 
 def worth(plan: KernelPlan, preferred: KernelPlan, usage: Usage, least: int) -> bool:

@@ -89,7 +89,7 @@ def _built_on_this(name: str) -> Any:
 
 
 def source(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[torch.Tensor], device: torch.device | Device) -> str:
-    """The text of the file that `forward` would run; `operands` may be on the meta device.
+    """The text of the file of the plan that `forward` prefers; `operands` may be on the meta device.
 
     Raises:
         Unsupported: there is none.
@@ -132,9 +132,9 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     return candidates(spec, request_for(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), device), device)
 
 
-def roomier(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> tuple[KernelPlan, ...]:
-    """What is tried where the first of `plans` spills."""
-    return roomier_plans(spec, request_for(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), device), device)
+def roomier(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device, preferred: KernelPlan) -> tuple[KernelPlan, ...]:
+    """What is tried where one of `plans` spills."""
+    return roomier_plans(spec, request_for(spec, operands, dict(zip(spec.size_names, sizes, strict=True)), device), device, preferred)
 
 
 def request_for(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: dict[str, int], device: Device) -> Request:
@@ -245,7 +245,7 @@ def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: tuple
     offered = candidates(spec, request, entry)
     for plan in offered:
         emit(spec, plan)                # an index map that no kernel can follow shows here, before anything runs
-    steps = Steps(list(offered), lambda: roomier_plans(spec, request, entry))
+    steps = Steps(list(offered), functools.partial(roomier_plans, spec, request, entry))
     if not tuning.asked(spec) or not autotune.possible(device):
         return _Ladder(spec, steps, sizes, operands).run
     ranked = [c.plan for c in choices(spec, request, entry)]

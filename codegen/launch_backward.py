@@ -81,9 +81,9 @@ def plans(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequen
 
 
 def roomier(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int], device: Device,
-            job: Job) -> tuple[KernelPlan, ...]:
-    """What is tried where the first of `plans` spills."""
-    return roomier_plans(spec, request_for(spec, tensors, operands, sizes, device), device, job)
+            job: Job, preferred: KernelPlan) -> tuple[KernelPlan, ...]:
+    """What is tried where one of `plans` spills."""
+    return roomier_plans(spec, request_for(spec, tensors, operands, sizes, device), device, job, preferred)
 
 
 def request_for(spec: AttentionSpec, tensors: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], sizes: Mapping[str, int],
@@ -141,10 +141,11 @@ def _prepare(spec: AttentionSpec, grad_out: torch.Tensor, operands: Sequence[tor
 
 @dataclass(frozen=True)
 class Bound:
-    """What launches a kernel, and on which tensors."""
+    """What launches a kernel, on which tensors, and how many queries its tile has."""
 
     launch: Launch
     pointers: tuple[object, ...]
+    block: int = 0
 
     def __call__(self, tensors: Named) -> None:
         self.launch([tensors[p] for p in self.pointers])
@@ -156,13 +157,12 @@ class Bound:
 
 @dataclass
 class _Kernel:
-    """One kernel of a layout: the plans that are left, those to be timed, and, once one ran, what launches it and its tile's queries."""
+    """One kernel of a layout: the plans that are left, those to be timed, and, once one ran, what launches it."""
 
     job: Job
     steps: Steps
     tuned: Tuned | None = None
     bound: Bound | None = None
-    block: int = 0
 
 
 class _Backward:
@@ -259,7 +259,7 @@ class _Backward:
         """The buffer of a captured read; tiles that the kernel of the queries skips stay zero. For block diagonals it suits every plan."""
         along = self.along.get(one.label)
         if along is not None:
-            plans = [*along.steps.plans, *along.steps.roomier(), *(along.tuned[0] if along.tuned else ())]
+            plans = [*along.steps.plans, *(r for p in along.steps.plans for r in along.steps.roomier(p)), *(along.tuned[0] if along.tuned else ())]
             return self._place(one.label, (max(math.prod(self._diagonal_tiles(along.job, p.block_m)) for p in plans),), torch.float32)
         dtype = self.dtypes[one.operand] if one.label in self.direct else torch.float32
         shape = tuple(self.named[a] for a in axes_of(self.spec, one))
@@ -279,7 +279,8 @@ class _Backward:
     def _by_distance(self, label: str, buffer: torch.Tensor) -> torch.Tensor:
         """What a kernel of block diagonals summed for a read, (batch…, distances)."""
         kernel = self.along[label]
-        shape = self._diagonal_tiles(kernel.job, kernel.block)
+        assert kernel.bound is not None         # it wrote the buffer
+        shape = self._diagonal_tiles(kernel.job, kernel.bound.block)
         return gathered(buffer[:math.prod(shape)].view(shape), self.named["i"], self.named["j"])
 
     def _sums(self, tensors: Named, operands: Sequence[torch.Tensor], stats: torch.Tensor,
@@ -323,7 +324,7 @@ class _Backward:
         job = kernel.job
 
         def attempt(plan: KernelPlan, into: Named = tensors) -> Bound:
-            bound, kernel.block = self._bind(job, plan, into, operands), plan.block_m
+            bound = self._bind(job, plan, into, operands)
             bound(into)
             return bound
 
@@ -348,7 +349,7 @@ class _Backward:
         kernel = emit(self.spec, plan, job)
         integers = numbers(kernel, self.named, operands, tensors)
         call = launch.caller(function(self.spec, plan, job, self.call), kernel, plan, (self._programs(job, plan), 1, 1), integers)
-        return Bound(call, tuple(p.operand for p in kernel.pointers))
+        return Bound(call, tuple(p.operand for p in kernel.pointers), plan.block_m)
 
     def _programs(self, job: Job, plan: KernelPlan) -> int:
         """How many programs a kernel takes: one a tile, of queries, of keys (for all heads that share them) or of scores, or a block diagonal."""

@@ -64,13 +64,13 @@ def plans(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence
     """
     launch.check_supported(spec, operands, sizes)
     request = _request(spec, operands, sizes, device)
-    return _suiting(spec, request, device, candidates(spec, request, device))
+    return _storing(spec, request, device, candidates(spec, request, device))
 
 
-def roomier(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> tuple[KernelPlan, ...]:
-    """What is tried where the first of `plans` spills."""
+def roomier(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device, preferred: KernelPlan) -> tuple[KernelPlan, ...]:
+    """What is tried where one of `plans` spills."""
     request = _request(spec, operands, sizes, device)
-    return _suiting(spec, request, device, roomier_plans(spec, request, device))
+    return _storing(spec, request, device, roomier_plans(spec, request, device, preferred))
 
 
 def _request(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Sequence[int], device: Device) -> Request:
@@ -81,8 +81,8 @@ def _request(spec: AttentionSpec, operands: Sequence[torch.Tensor], sizes: Seque
     return request_of(spec, named, wide, launch.precision(device), described(spec, named, own), uneven(spec, own))
 
 
-def _suiting(spec: AttentionSpec, request: Request, device: Device, found: tuple[KernelPlan, ...]) -> tuple[KernelPlan, ...]:
-    """Those of forward's plans that suit this kernel, with its shared memory."""
+def _storing(spec: AttentionSpec, request: Request, device: Device, found: tuple[KernelPlan, ...]) -> tuple[KernelPlan, ...]:
+    """Forward's plans with the shared memory of this kernel, whose tiles cross to the layout in which they are stored."""
     held = work_for(spec, request, device).held
     return tuple(replace(p, shared=max(p.shared, memory.weights(p.tile, held))) for p in found)
 
@@ -104,13 +104,14 @@ def _prepare(spec: AttentionSpec, operands: Sequence[torch.Tensor], stats: torch
         raise Unsupported(f"a generated kernel needs a GPU; the operands are on {device}")
     entry = present(device)
     request = _request(spec, operands, sizes, entry)
-    offered = _suiting(spec, request, entry, candidates(spec, request, entry))
+    offered = _storing(spec, request, entry, candidates(spec, request, entry))
     for plan in offered:
         try:
             emit(spec, plan, WEIGHTS)   # what no kernel can follow shows here, before anything runs
         except ValueError as problem:
             raise Unsupported(f"a score or weight program that is not understood ({problem})") from problem
-    return _Ladder(spec, Steps(list(offered), lambda: _suiting(spec, request, entry, roomier_plans(spec, request, entry))), sizes, operands)
+    steps = Steps(list(offered), lambda plan: _storing(spec, request, entry, roomier_plans(spec, request, entry, plan)))
+    return _Ladder(spec, steps, sizes, operands)
 
 
 class _Ladder:

@@ -29,6 +29,8 @@ from .plan import KernelPlan
 from .tiles import known
 
 Target = tuple[str, int | str]
+COLUMNS = 512
+"""Of tensor memory a block, on Blackwell: of a kernel that wants more Triton makes one that stops at once, and refuses to launch it."""
 
 _TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1", torch.uint8: "u8",
           torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
@@ -62,7 +64,7 @@ def compile_only(spec: AttentionSpec, sizes: Sequence[int], operands: Sequence[t
     """
     if plan is None:
         return _settled(lambda p: compile_only(spec, sizes, operands, target, p), launch.plans(spec, operands, sizes, known(*target)),
-                        lambda: launch.roomier(spec, operands, sizes, known(*target)))
+                        lambda first: launch.roomier(spec, operands, sizes, known(*target), first))
     named = dict(zip(spec.size_names, sizes, strict=True))
     function, kernel = launch.function(spec, plan, launch.recorded(operands, sizes)), emit(spec, plan)
     shapes, strides = [tuple(t.shape) for t in operands], [tuple(t.stride()) for t in operands]
@@ -79,7 +81,7 @@ def compile_backward(spec: AttentionSpec, sizes: Sequence[int], operands: Sequen
     if plan is None:
         return _settled(lambda p: compile_backward(spec, sizes, operands, target, job, p),
                         launch_backward.plans(spec, (out, out), operands, named, known(*target), job),
-                        lambda: launch_backward.roomier(spec, (out, out), operands, named, known(*target), job))
+                        lambda first: launch_backward.roomier(spec, (out, out), operands, named, known(*target), job, first))
     function, kernel = launch_backward.function(spec, plan, job, launch.recorded(operands, sizes)), emit_backward(spec, plan, job)
     roles = {"grad_q": spec.query, "grad_k": spec.key, "grad_v": spec.value}
     gradients = {name: torch.empty(operands[a.operand].shape, dtype=operands[a.operand].dtype, device="meta") for name, a in roles.items()}
@@ -95,7 +97,7 @@ def compile_weights(spec: AttentionSpec, sizes: Sequence[int], operands: Sequenc
     """Compile the kernel of weights, all as of `compile_only`; `spec` is that of the op `attnfuse::weights`."""
     if plan is None:
         return _settled(lambda p: compile_weights(spec, sizes, operands, target, p), launch_weights.plans(spec, operands, sizes, known(*target)),
-                        lambda: launch_weights.roomier(spec, operands, sizes, known(*target)))
+                        lambda first: launch_weights.roomier(spec, operands, sizes, known(*target), first))
     named = dict(zip(spec.size_names, sizes, strict=True))
     function, kernel = launch_backward.function(spec, plan, WEIGHTS, launch.recorded(operands, sizes)), emit_backward(spec, plan, WEIGHTS)
     out = allocate_weights(spec, sizes, torch.empty(0, device="meta"))
@@ -104,13 +106,13 @@ def compile_weights(spec: AttentionSpec, sizes: Sequence[int], operands: Sequenc
     return _compile(function, kernel, plan, integers, dict(enumerate(t.dtype for t in operands)) | special, target)
 
 
-def _settled(compiled: Callable[[KernelPlan], Compiled], plans: Sequence[KernelPlan], roomier: Callable[[], Sequence[KernelPlan]]) -> Compiled:
-    """What is compiled for the plan that would run: as `fallback.Steps` finds it."""
+def _settled(compiled: Callable[[KernelPlan], Compiled], plans: Sequence[KernelPlan], roomier: Callable[[KernelPlan], Sequence[KernelPlan]]) -> Compiled:
+    """What is compiled for the plan that would run, should the device not refuse the preferred one: as `fallback.Steps` finds it."""
     best = first = compiled(plans[0])
     usage = Usage(first.registers or 0, first.spills or 0)
-    for plan in roomier() if usage.spills else ():
-        if worth(plan, first.plan, usage, best.spills or 0):
-            best = min(best, compiled(plan), key=lambda x: x.spills or 0)
+    for plan in roomier(first.plan) if usage.spills else ():
+        if worth(plan, first.plan, usage, best.spills or 0) and (report := compiled(plan)).columns <= COLUMNS:
+            best = min(best, report, key=lambda x: x.spills or 0)
     return best
 
 

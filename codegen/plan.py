@@ -59,7 +59,8 @@ class KernelPlan:
         described: the roles (``q k v do``, ``pair3`` for a float of operand 3 for every score, ``rows`` for what belongs to rows) that
             are read by descriptors; the others by pointers. See `reads`.
         piece: columns of a head dimension that a product takes at a time; 0 for all of them. See `pieces`.
-        most_registers: what the assembler may give a thread, so that more blocks share a processor; 0 for as many as there are.
+        most_registers: what the assembler may give a thread, so that more blocks share a processor, or so that it need not spill for that; 0 for what
+            it finds best.
     """
 
     block_m: int

@@ -62,7 +62,7 @@ def _widths(request: Request, device: Device) -> tuple[int, int]:
 def _table(spec: AttentionSpec, request: Request, device: Device, job: Job) -> Table:
     kind = job.kind
     if any(t not in HALF for t in _dtypes(spec)):
-        return tables.BACKWARD_OF_FLOAT32.get((device.unit, request.precision, "queries" if kind == "weights" else kind), tables.BACKWARD_FLOAT32)
+        return tables.BACKWARD_BY_UNIT.get((device.unit, request.precision, "queries" if kind == "weights" else kind), tables.BACKWARD_FLOAT32)
     if kind in ("tiles", "diagonals"):
         return tables.TILES_HOPPER if device.asynchronous else tables.TILES_AMPERE
     if device.asynchronous:
@@ -88,11 +88,11 @@ def candidates(spec: AttentionSpec, request: Request, device: Device, job: Job) 
     return space.descending(choices(spec, request, device, job), lambda shape: _plan(spec, request, device, work, shape, job, ()))
 
 
-def roomier(spec: AttentionSpec, request: Request, device: Device, job: Job) -> tuple[KernelPlan, ...]:
-    """What to try where the preferred plan's kernel spills: `space.roomier`."""
+def roomier(spec: AttentionSpec, request: Request, device: Device, job: Job, preferred: KernelPlan) -> tuple[KernelPlan, ...]:
+    """What to try where the kernel of a plan spills: `space.roomier`."""
     if job.kind == "rows":
         return ()
-    return space.roomier(choices(spec, request, device, job), device)
+    return space.roomier(choices(spec, request, device, job), device, preferred)
 
 
 def choices(spec: AttentionSpec, request: Request, device: Device, job: Job, inspected: bool = True) -> tuple[Choice, ...]:

@@ -34,9 +34,9 @@ def candidates(spec: AttentionSpec, request: Request, device: Device) -> tuple[K
     return space.descending(choices(spec, request, device), lambda shape: _plan(request, device, work, shape, ()))
 
 
-def roomier(spec: AttentionSpec, request: Request, device: Device) -> tuple[KernelPlan, ...]:
-    """What to try where the preferred plan's kernel spills: `space.roomier`."""
-    return space.roomier(choices(spec, request, device), device)
+def roomier(spec: AttentionSpec, request: Request, device: Device, preferred: KernelPlan) -> tuple[KernelPlan, ...]:
+    """What to try where the kernel of a plan spills: `space.roomier`."""
+    return space.roomier(choices(spec, request, device), device, preferred)
 
 
 def choices(spec: AttentionSpec, request: Request, device: Device, inspected: bool = True) -> tuple[Choice, ...]:
@@ -85,7 +85,7 @@ def work_for(spec: AttentionSpec, request: Request, device: Device) -> Work:
 
 def _table(spec: AttentionSpec, request: Request, device: Device) -> Table:
     if any(t not in HALF for t in products(spec)):
-        return tables.FORWARD_FLOAT32.get((device.unit, request.precision), tables.FLOAT32)
+        return tables.FORWARD_BY_UNIT.get((device.unit, request.precision), tables.FLOAT32)
     return tables.HOPPER if device.asynchronous else tables.AMPERE
 
 

@@ -37,8 +37,8 @@ ALL_REGISTERS = 255
 MOST_TRIED = 5
 """Plans that are compiled in the place of one that spills."""
 TOLERATED = 1024
-"""Bytes a thread that a kernel may spill before smaller tiles are tried: on an H200 what spilled up to 850 took half to all of the time of what spilled
-less or nothing in smaller tiles, in 14 of 15 kernels (bench/NOTES.md)."""
+"""Bytes a thread that a kernel may spill before smaller tiles are tried: on an H200 13 of 14 kernels that spilled 8 to 650 took 0.5 to 0.98 of the time of
+the next smaller tiles, which spilled less or nothing (bench/NOTES.md)."""
 LIGHT = 3
 """Operations a score of programs that spill next to nothing in 128 registers. Five spilled 72 bytes, a mask of columns in cut tiles 288, in the kernel of
 tiles 80; there a second read for every score 176, random numbers 256."""
@@ -184,32 +184,30 @@ def descending(choices: Sequence[Choice], make: Callable[[Shape], KernelPlan]) -
     why = rest if len(choices) == 1 else "measured fastest of several on an H200" if first.measured else \
         f"known to compile well, and predicted within {HANDICAP - 1:.0%} of the fastest {rest}" if first.listed == 0 and not first.settled else \
         f"known to compile well, the first {rest}" if first.listed == 0 else f"predicted fastest {rest}"
-    out = [_because(first, f"{why}; bound by {first.step.busiest}, {first.step.blocks} programs a processor")]
+    out = [_because(first.plan, f"{why}; bound by {first.step.busiest}, {first.step.blocks} programs a processor")]
     for one in (*choices[1:], min(choices, key=lambda c: (c.plan.shared, c.plan.registers))):
         if one.plan.shared <= SMALLER * out[-1].shared and one.plan.block_m * one.plan.block_n <= out[-1].block_m * out[-1].block_n:
-            out.append(_because(one, "the next smaller one, should the device refuse the larger"))
+            out.append(_because(one.plan, "the next smaller one, should the device refuse the larger"))
     if len(out) == 1:
         shape = (16, 16, 2 if out[0].shape[:3] == (16, 16, 4) else 4, 1)
-        out.append(_because(replace(first, plan=make(shape)), "the smallest tile there is"))
+        out.append(_because(make(shape), "the smallest tile there is"))
     return tuple(out)
 
 
-def roomier(choices: Sequence[Choice], device: Device) -> tuple[KernelPlan, ...]:
-    """What to try where a kernel of the first choice spills, with all the registers that a thread can have: the same, for left to itself the assembler
-    spills a few for the sake of another block on a processor; then in their order those that are predicted to take fewer than each before."""
+def roomier(choices: Sequence[Choice], device: Device, preferred: KernelPlan) -> tuple[KernelPlan, ...]:
+    """What to try where the kernel of a plan spills, with all the registers that a thread can have: the same, for left to itself the assembler spills a
+    few for the sake of another block on a processor; then in their order those that are predicted to take fewer than each before, and no more memory."""
     most = ALL_REGISTERS if device.backend == "cuda" else 0
-    why = "the next, should registers of the earlier ones spill"
-    first = choices[0].plan
-    found = [_because(choices[0], "with all registers, should they spill")] if most and first.most_registers != most else []
-    least = first.registers
-    for one in choices[1:]:
-        if one.plan.registers < least:
+    found = [(preferred, "with all registers, for some spilled")] if most else []
+    least = preferred.registers
+    for one in choices:
+        if one.plan.registers < least and one.plan.shared <= preferred.shared:
             least = one.plan.registers
-            found.append(_because(one, why))
-    return tuple(replace(p, most_registers=most) for p in found[:MOST_TRIED])
+            found.append((one.plan, "the next, for registers of larger ones spilled"))
+    kept = lambda p: tuple(r for r in p.reasons if not r.startswith("at most"))       # registers, which it has all now
+    return tuple(_because(replace(p, most_registers=most, reasons=kept(p)), why) for p, why in found[:MOST_TRIED])
 
 
-def _because(choice: Choice, why: str) -> KernelPlan:
-    p = choice.plan
-    text = f"{p.block_m}x{p.block_n} with {p.warps} warps and {p.stages} stages: {why}"
-    return replace(p, reasons=(text, *p.reasons))
+def _because(plan: KernelPlan, why: str) -> KernelPlan:
+    text = f"{plan.block_m}x{plan.block_n} with {plan.warps} warps and {plan.stages} stages: {why}"
+    return replace(plan, reasons=(text, *plan.reasons))

@@ -71,7 +71,7 @@ TF32_HOPPER: Table = (
     (128, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
     (256, ((128, 64, 8, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))),
 )
-FORWARD_FLOAT32: dict[tuple[str, str], Table] = {
+FORWARD_BY_UNIT: dict[tuple[str, str], Table] = {
     ("wgmma", "bf16x6"): SPLIT_HOPPER, ("mma", "bf16x6"): SPLIT_AMPERE, ("tcgen05", "bf16x6"): SPLIT_BLACKWELL,
     ("wgmma", "tf32"): TF32_HOPPER, ("mma", "tf32"): TF32_AMPERE, ("tcgen05", "tf32"): TF32_BLACKWELL,
 }
@@ -157,7 +157,7 @@ QUERIES_TF32: Table = (
     (128, ((64, 32, 8, 1), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1))),
     (256, ((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1))),
 )
-BACKWARD_OF_FLOAT32: dict[tuple[str, str, str], Table] = {
+BACKWARD_BY_UNIT: dict[tuple[str, str, str], Table] = {
     ("wgmma", "bf16x6", "keys"): KEYS_SPLIT_HOPPER, ("wgmma", "tf32", "keys"): KEYS_TF32_HOPPER,
     ("wgmma", "bf16x6", "queries"): QUERIES_SPLIT_HOPPER, ("wgmma", "tf32", "queries"): QUERIES_TF32_HOPPER,
     ("wgmma", "bf16x6", "tiles"): TILES_SPLIT_HOPPER, ("wgmma", "tf32", "tiles"): TILES_TF32_HOPPER,

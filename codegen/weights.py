@@ -14,6 +14,8 @@ from .writer import Writer
 class Weights(Recomputed):
     """One emission of the kernel of weights."""
 
+    ordered = False         # it has no sums beside the scores
+
     def name(self) -> str:
         return "_".join(["attention_weights", *words(self.spec, self.plan)])
 

@@ -22,8 +22,6 @@ from tests.specs import BY_NAME, Case, Shape
 pytestmark = pytest.mark.skipif(launch.interpreting(), reason="the interpreter compiles nothing")
 
 TARGETS: tuple[offline.Target, ...] = (("cuda", 80), ("cuda", 90), ("cuda", 100), ("hip", "gfx942"))
-COLUMNS = 512
-"""Of tensor memory, on Blackwell: of a kernel that wants more Triton makes one that stops at once, and refuses to launch it."""
 NAMES = ("plain", "causal_inf", "causal_padding_min", "window", "alibi_causal", "bias", "softcap_causal", "dropout", "sinks", "gathered",
          "bias_per_head", "rows_and_columns")
 
@@ -46,7 +44,7 @@ def check(name: str, dtype: str, depth: int, target: offline.Target, queries: in
     assert report.shared <= limit and report.plan.shared <= limit
     # Where a read's index was read the compiler may take fewer bytes for it, by rules that were not found.
     assert near(report, upwards=name == "gathered"), (report.shared, report.plan)
-    assert report.columns <= COLUMNS
+    assert report.columns <= offline.COLUMNS
     assert (report.spills or 0) <= tolerated(name, dtype, depth, target), report
     if target == ("cuda", 90):
         assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))
@@ -59,8 +57,8 @@ def near(report: offline.Compiled, upwards: bool = False) -> bool:
 
 
 def tolerated(name: str, dtype: str, depth: int, target: offline.Target) -> int:
-    """Bytes a thread that may lie in local memory, by Triton 3.6: what spills less was measured to be slower, so these are limits for what changes by
-    accident. On Hopper half types spill nothing, and nowhere more than a few registers; AMD's kernels of float32 are not tuned."""
+    """Bytes a thread that may lie in local memory, by Triton 3.6: limits for what changes by accident. On Hopper half types spill nothing and float32 a
+    few registers, for what spills less was measured to be slower; elsewhere nothing was measured, and AMD's kernels of float32 are not tuned."""
     if target[0] == "hip":
         return 16384 if dtype == "float32" else 1024 if depth > 128 or name == "gathered" else 384 if name == "dropout" or depth == 40 else 64
     if target == ("cuda", 90) and triton.__version__.startswith("3.6."):
@@ -133,7 +131,8 @@ def test_every_plan_that_may_follow(target: offline.Target, seed: int) -> None:
         case = BY_NAME[name]
         operands, sizes = case.inputs(Shape((2, 4), queries, 1024, depth, depth), torch.bfloat16, 0)
         spec, tensors = case.spec("bfloat16"), [t.to("meta") for t in operands]
-        plan = rng.choice(launch.plans(spec, tensors, sizes, known(*target)))
+        plans = launch.plans(spec, tensors, sizes, known(*target))
+        plan = rng.choice((*plans, *launch.roomier(spec, tensors, sizes, known(*target), plans[0])))
         report = offline.compile_only(spec, sizes, tensors, target, plan)
         assert report.shared <= known(*target).shared and report.shared <= 1.1 * plan.shared + 2048, (name, depth, plan)
         if target == ("cuda", 90):
@@ -192,7 +191,7 @@ def check_backward(name: str, dtype: str, depth: int, target: offline.Target, va
         limit = known(*target).shared
         assert report.shared <= limit and report.plan.shared <= limit
         assert near(report), (what, report.shared, report.plan)
-        assert report.columns <= COLUMNS
+        assert report.columns <= offline.COLUMNS
         assert (report.spills or 0) <= tolerated_backward(name, dtype, depth, target), (what, report)
         if target == ("cuda", 90):
             assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass")), what
@@ -250,7 +249,7 @@ def test_in_pieces_float32_has_the_registers_it_needs() -> None:
 def test_exact_sums_of_pieces_do_not_wait_in_registers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The assembler would add them up at the end of a block."""
     assert max(spills_of("causal_inf", 256, what, dtype="float32") for what in (None, VALUES)) <= 32
-    monkeypatch.setattr(emission.Emission, "ordered", False)
+    monkeypatch.setattr(emission.Emission, "_in_order", lambda *_: False)
     with emitted_again(tmp_path / "again"):
         assert min(spills_of("causal_inf", 256, what, dtype="float32") for what in (None, VALUES)) >= 128
 
@@ -391,7 +390,7 @@ def check_weights(name: str, dtype: str, depth: int, target: offline.Target) -> 
     limit = known(*target).shared
     assert report.shared <= limit and report.plan.shared <= limit
     assert report.shared <= 1.05 * report.plan.shared + 1024, (report.shared, report.plan)
-    assert report.columns <= COLUMNS
+    assert report.columns <= offline.COLUMNS
     assert (report.spills or 0) <= tolerated(name, dtype, depth, target), report
     if target == ("cuda", 90):
         assert report.cubin and not misread_descriptors(offline.cuobjdump(report.cubin, "--dump-sass"))

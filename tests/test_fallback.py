@@ -1,6 +1,7 @@
 """From the preferred plan to one that runs: plans that are refused, and kernels that spill registers, give way to others. Kernels are played on the CPU."""
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -198,12 +199,12 @@ def asked(width: int, dtype: str, card: str) -> tuple[AttentionSpec, Request]:
 def steps_of(card: str = "a100", dtype: str = "bfloat16", width: int = 128) -> Steps:
     """A causal attention's forward plans."""
     spec, request = asked(width, dtype, card)
-    return Steps(list(plan_forward.candidates(spec, request, device(card))), lambda: plan_forward.roomier(spec, request, device(card)))
+    return Steps(list(plan_forward.candidates(spec, request, device(card))), lambda plan: plan_forward.roomier(spec, request, device(card), plan))
 
 
 def test_a_plan_that_spills_gives_way_to_the_first_that_does_not() -> None:
     steps = steps_of()
-    first, roomier = steps.plans[0], steps.roomier()
+    first, roomier = steps.plans[0], steps.roomier(steps.plans[0])
     spilling = Spilling(lambda p: 4000 if p == first else 1600 if p == roomier[0] else 0)
     assert steps.first_that_runs(spilling) == roomier[1]
     assert spilling.tried == [first, *roomier[:2]] and steps.plans[0] == roomier[1]
@@ -219,7 +220,7 @@ def test_a_few_registers_are_no_reason_for_smaller_tiles() -> None:
         steps.first_that_runs(spilling)
         assert len(set(spilling.tried)) == tries, (spilled, registers)
     steps = steps_of()
-    roomier, spilling = steps.roomier(), Spilling(lambda p: 8 if not p.most_registers else 0)
+    roomier, spilling = steps.roomier(steps.plans[0]), Spilling(lambda p: 8 if not p.most_registers else 0)
     assert steps.first_that_runs(spilling) == roomier[0] and len(spilling.tried) == 2
     for spilled, tries in ((space.TOLERATED, 1), (space.TOLERATED + 8, 2)):         # so that two blocks share a processor
         steps = steps_of()
@@ -232,7 +233,7 @@ def test_a_few_registers_are_no_reason_for_smaller_tiles() -> None:
 def test_where_all_spill_the_one_that_spills_least_runs_last() -> None:
     """So that what it wrote, and how, is what remains."""
     steps = steps_of()
-    roomier = steps.roomier()
+    roomier = steps.roomier(steps.plans[0])
     spilling = Spilling(lambda p: 2000 if p == roomier[1] else 4000)
     assert steps.first_that_runs(spilling) == roomier[1]
     assert spilling.tried[-1] == roomier[1] and len(spilling.tried) == 2 + len(roomier)
@@ -241,16 +242,48 @@ def test_where_all_spill_the_one_that_spills_least_runs_last() -> None:
     assert steps.first_that_runs(spilling) == spilling.tried[0] == spilling.tried[-1] and len(spilling.tried) == 2 + len(roomier)
 
 
-def test_a_roomier_plan_may_be_refused() -> None:
+@pytest.mark.parametrize("problem", [out_of_resources(), torch.OutOfMemoryError("CUDA out of memory"), ValueError("a text that the compiler had not said before")])
+def test_a_roomier_plan_may_fail_of_anything(problem: Exception) -> None:
+    """There is a result without it."""
+    for succeeds in (True, False):
+        steps = steps_of()
+        first, roomier = steps.plans[0], steps.roomier(steps.plans[0])
+        spilling = Spilling(lambda p: 0 if p == roomier[1] else 2000)
+
+        def attempt(plan: KernelPlan) -> KernelPlan:
+            if plan == roomier[0] or not succeeds and plan != first:
+                raise problem
+            return spilling(plan)
+        assert steps.first_that_runs(attempt) == (roomier[1] if succeeds else first) == spilling.tried[-1]
+
+
+def test_a_lost_context_is_told() -> None:
     steps = steps_of()
-    roomier = steps.roomier()
+    first, spilling = steps.plans[0], Spilling(lambda p: 2000)
 
     def attempt(plan: KernelPlan) -> KernelPlan:
-        if plan == roomier[0]:
+        if plan != first:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return spilling(plan)
+    with pytest.raises(RuntimeError, match="illegal"):
+        steps.first_that_runs(attempt)
+
+
+def test_what_was_refused_is_not_tried_in_the_place_of_what_spills() -> None:
+    """Nor what is as large: the plan that followed has roomier ones of its own."""
+    steps = steps_of(width=256)
+    refused, following = steps.plans[:2]
+    spilling, tried = Spilling(lambda p: 2000), list[KernelPlan]()
+
+    def attempt(plan: KernelPlan) -> KernelPlan:
+        tried.append(plan)
+        if plan.shared > following.shared:
             raise out_of_resources()
         return spilling(plan)
-    spilling = Spilling(lambda p: 0 if p == roomier[1] else 2000)
-    assert steps.first_that_runs(attempt) == roomier[1]
+    steps.first_that_runs(attempt)
+    assert tried[:2] == [refused, following] and len(tried) > 3
+    assert tried[2].shape == following.shape and tried[2].most_registers == 255
+    assert all(p.shared <= following.shared for p in tried[1:])
 
 
 def test_what_was_measured_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +298,7 @@ def test_what_was_measured_may_spill(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_roomier_plans_take_ever_fewer_registers(card: str, dtype: str) -> None:
     steps = steps_of(card, dtype)
-    first, roomier = steps.plans[0], steps.roomier()
+    first, roomier = steps.plans[0], steps.roomier(steps.plans[0])
     assert 1 <= len(roomier) <= space.MOST_TRIED
     if device(card).backend == "cuda":
         assert all(p.most_registers == 255 for p in roomier) and roomier[0].shape == first.shape, "the same with all registers comes first"
@@ -294,6 +327,41 @@ def test_a_launch_says_what_its_kernel_spills(monkeypatch: pytest.MonkeyPatch) -
             launch_it([tensor])
         assert seen == [Usage(255, 20)]
     assert outer == [] and launcher._watching.get() is None
+
+
+@pytest.mark.parametrize("refused", (False, True))
+def test_block_diagonals_are_read_by_the_block_that_wrote_them(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a roomier plan of another block was tried, with success or not; the buffer holds what either writes."""
+    monkeypatch.setattr(launch, "interpreting", lambda: True)
+    monkeypatch.setattr(launch_backward, "_runs", {})
+    case = BY_NAME["wrapping_index"]
+    operands, sizes = case.inputs(specs.Shape(), torch.float32, 0)
+    spec = case.spec()
+    out, stats = walked(spec, operands, sizes)
+    larger = lambda plan: replace(plan, block_m=128, block_n=128, most_registers=255)
+    monkeypatch.setattr(launch_backward, "roomier_plans", lambda *args: (larger(args[-1]),) if args[3].kind == "diagonals" else ())
+    ran: dict[str, int] = {}
+
+    def bind(self: Any, job: Job, plan: KernelPlan, tensors: Any, operands: Any) -> Any:
+        def run(now: Any) -> None:
+            if job.kind == "diagonals":
+                assert now[job.captured[0].label].numel() >= math.prod(self._diagonal_tiles(job, plan.block_m))
+                if refused and plan.block_m == 128:
+                    raise out_of_resources()
+            for name in self._written(job):
+                now[name].zero_()
+            found(0 if plan.block_m == 128 or job.kind != "diagonals" else 4000)
+            ran[job.kind] = plan.block_m
+        return Instead(run, (), plan.block_m)
+
+    read: list[int] = []
+    original = launch_backward._Backward._diagonal_tiles
+    monkeypatch.setattr(launch_backward._Backward, "_bind", bind)
+    by_distance = launch_backward._Backward._by_distance
+    monkeypatch.setattr(launch_backward._Backward, "_diagonal_tiles", lambda self, job, block: read.append(block) or original(self, job, block))
+    monkeypatch.setattr(launch_backward._Backward, "_by_distance", lambda self, *args: read.clear() or by_distance(self, *args))
+    launch_backward.backward(spec, out, operands, out, stats, sizes, None, [t.is_floating_point() for t in operands])
+    assert read == [ran["diagonals"]] and (ran["diagonals"] == 128) != refused
 
 
 def test_backward_and_weights_look_for_roomier_plans(prepared: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
