@@ -115,7 +115,8 @@ class Launch:
         if compiled is not None:
             watching = _watching.get()
             if watching is not None:
-                watching.append(Usage(compiled.n_regs or 0, 4 * (compiled.n_spills or 0)))         # the driver counts spilled registers
+                taken, spilled = (getattr(compiled, name, None) or 0 for name in ("n_regs", "n_spills"))        # both in registers
+                watching.append(Usage(taken, 4 * spilled))
             at_once = direct(compiled, self._grid, tensors, tuple(self._described), self._describe, self._rest)
             self._kernels[odd] = compiled[self._grid], at_once
 
